@@ -18,10 +18,9 @@ from mlxkv.cache.view import Parts, View, both
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.quantizers import DIMS, MOST_BLOCKS, MixedBits
-from mlxkv.formats.records import record_layout
+from mlxkv.formats.records import RecordLayout, record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
-from mlxkv.metal.launch import KernelBuilder
 
 BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
 # Bound for values encoded after a product with a rotation. A code on the other side of a tie is off by a step, and a
@@ -53,15 +52,15 @@ class AttentionShape:
             self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads
         )
 
-    def steps(self, dims: int, builder: KernelBuilder) -> list[int]:
+    def steps(self, layout: RecordLayout, dims: int) -> list[int]:
         """Return the numbers of new tokens to test, up to `kernels.MOST_NEW`.
 
-        One per number of query rows that the portable kernel is built for. dims: largest stored dims.
+        One per number of query rows that the portable kernel is built for. dims: head dim D.
         """
         rows = self.heads // self.kv_heads
         tiles_ = {}
         for new in range(1, kernels.MOST_NEW + 1):
-            tiles_.setdefault(kernels.rows_of_tile(dims, rows * new, builder), new)
+            tiles_.setdefault(kernels.tile_of(layout, dims, rows * new), new)
         return list(tiles_.values())
 
 
@@ -216,7 +215,7 @@ def _page_trial(
         return out
 
     layout = record_layout(config, *config.dims(dims, dims))
-    steps = shape.steps(max(dims, layout.keys.dims, layout.values.dims), backend.builder)
+    steps = shape.steps(layout, dims)
     # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
     with mx.stream(mx.cpu):
         count = max(shape.heads, shape.kv_heads)

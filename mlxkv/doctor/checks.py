@@ -55,7 +55,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
 
     should_run: whether any state except RIGHT is a failure. reason: None if right, else one line; detail: the whole
     message. built, right: None if unknown. seconds: to build and run once; spent: on the whole row. attend_us,
-    plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: by tiles, on a known Apple GPU.
+    plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: on a known Apple GPU.
     """
     builder = launch.kernel_builder()
     if builder is None:
@@ -129,9 +129,8 @@ def _try(row: dict, builder: launch.KernelBuilder, every: bool) -> None:
     row |= {**vars(result), "state": state, "right": right}
     if right and builder in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, backend)
-        if row["body"] == "tiles":
-            place = row["preset"], dims, KV_HEADS, HEADS // KV_HEADS, TOKENS
-            row["predicted_us"] = predict.attend_us(*place)
+        place = row["preset"], dims, KV_HEADS, HEADS // KV_HEADS, TOKENS
+        row["predicted_us"] = predict.attend_us(*place, by_tiles=row["body"] == "tiles")
 
 
 def _try_whiten(row: dict, builder: launch.KernelBuilder) -> None:

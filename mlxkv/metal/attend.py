@@ -13,7 +13,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.layout import BLOCK, TOKENS
+from mlxkv.formats.layout import BLOCK, TOKENS, SideLayout
 from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import DECODE_TOKENS
 from mlxkv.metal import gpu
@@ -36,9 +36,13 @@ FEW_RECORDS = 2 * SIMDGROUPS  # minimum records per split where the number of co
 PER_CORE = 4
 MAX_SPLITS = 128
 MOST_NEW = DECODE_TOKENS  # most new tokens per call of `attend`: more are a prefill
-# Most query rows per threadgroup, by its largest dims; one row beyond these. A lane holds an eighth of the outputs of
-# each row, and an Apple GPU has 128 registers. NVIDIA has 255.
-TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
+# Query rows per threadgroup: of codes that are multiplied as they are, of those that are decoded first.
+MOST_ROWS, DECODED_ROWS = 4, 2
+MULTIPLIED = {"token", "channel", "shared", "blocks"}  # kinds of such codes
+# Blocks of outputs, times rows, of a simdgroup: a lane holds four numbers of each, and an Apple GPU has 128 registers.
+LANE_BLOCKS = 12
+FEW_BLOCKS = 8  # blocks times rows for which threadgroup memory holds what four teams need
+MOST_GROUPS = 4  # of values whose scales multiply probabilities
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +151,9 @@ def _dequantize_template(layout: RecordLayout) -> dict[str, object]:
 
 
 @lru_cache(maxsize=256)
-def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
+def _attend_template(layout: RecordLayout, dims: int, parts: int) -> dict[str, object]:
     mixed_bits = layout.mixed_bits  # one kernel serves all layers
+    decoded = _decoded(layout.keys, dims, parts), _decoded(layout.values, dims, parts)
     return {
         "D": dims,
         "RK": dims if mixed_bits else layout.keys.dims,
@@ -156,8 +161,25 @@ def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
         "RECORD": 0 if mixed_bits else layout.words,
         "PAGE": layout.page,
         "HEADER": layout.header_words,
+        "DECODED_K": int(decoded[0]),
+        "DECODED_V": int(decoded[1]),
+        "PLAIN_K": int(not (decoded[0] or mixed_bits)),
+        "PLAIN_V": int(not (decoded[1] or mixed_bits)),
         **sides_template(layout),
     }
+
+
+def _decoded(at: SideLayout, dims: int, parts: int) -> bool:
+    """Return whether `attend` decodes numbers before it multiplies them, rather than multiply codes."""
+    if at.widths:
+        return False
+    if at.kind not in MULTIPLIED:
+        return True
+    if at.bits == 3 and parts > 1 and -(-at.blocks // parts) % 2:  # two blocks share a word
+        return True
+    if at.keys:
+        return at.group % (2 * TOKENS) != 0 if at.channel else at.groups > 1
+    return at.channel or at.groups > MOST_GROUPS or (at.groups > 1 and at.group % BLOCK != 0)
 
 
 def attend(
@@ -186,7 +208,7 @@ def attend(
     sink = sink or recent  # never read: its length is 0
     shape, q = q.shape, q.reshape(batch, heads, -1, dims)
     rows = q.shape[2]
-    tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, builder)
+    tile, parts, simdgroups = tile_of(layout, dims, rows)
     tiles = -(-rows // tile)
     second_count = more_runs[0].records if more_runs else 0
     counts = lengths.division.records, *(more.records for more in more_runs)
@@ -224,12 +246,13 @@ def attend(
         {
             "T": dtype,
             "QT": tile,
-            "S": SIMDGROUPS,
+            "S": simdgroups,
+            "PARTS": parts,
             "CAP": cap_bits(softcap),
-            **_attend_template(layout, dims),
+            **_attend_template(layout, dims, parts),
         },
-        (32 * SIMDGROUPS * tiles, splits.total, batch * heads),
-        (32 * SIMDGROUPS, 1, 1),
+        (32 * simdgroups * tiles, splits.total, batch * heads),
+        (32 * simdgroups, 1, 1),
         [
             ((batch * heads * rows, splits.total, width), mx.float32),
             ((batch * heads * rows, splits.total, 2), mx.float32),
@@ -285,15 +308,21 @@ def _up(run: Run) -> mx.array | None:
     return None if transform is None else transform.up
 
 
-def rows_of_tile(dims: int, rows: int, builder: KernelBuilder) -> int:
-    """Return the query rows per threadgroup of `attend`: 1, 2 or 4, so that few kernels are built.
+def tile_of(layout: RecordLayout, dims: int, rows: int) -> tuple[int, int, int]:
+    """Return how `attend` shares its work: query rows per threadgroup, simdgroups that share the dims of a token, and
+    simdgroups per threadgroup.
 
-    dims: the larger of D and the stored dims.
+    dims: head dim D. rows: query rows per kv head.
     """
-    limit = TILE_ROWS if dims <= TILE_DIMS else 1
-    if builder is mx.fast.cuda_kernel:
-        limit = TILE_ROWS_CUDA
-    return next(n for n in (1, 2, 4) if rows <= n or n == limit)
+    blocks = -(-max(dims, layout.keys.dims, layout.values.dims) // BLOCK)
+    most = MOST_ROWS if {layout.keys.kind, layout.values.kind} <= MULTIPLIED else DECODED_ROWS
+    wanted, tile, parts = -(-rows // -(-rows // most)), 0, 0
+    for parts in (1, 2, 4):
+        tile = -(-wanted // parts) * parts
+        if tile * -(-blocks // parts) <= LANE_BLOCKS:
+            break
+    # As many as threadgroup memory holds.
+    return tile, parts, max(parts, SIMDGROUPS if tile * blocks <= FEW_BLOCKS else SIMDGROUPS // 2)
 
 
 def splits_for(records: int, windows: int, head_tiles: int, cores: int | None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Predict the time of decode attention by tiles on Apple GPUs, without measurements: bytes over memory bandwidth,
+"""Predict the time of decode attention on Apple GPUs, without measurements: bytes over memory bandwidth,
 issue cycles over cores and clock. docs/internals/apple.md discusses its accuracy."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import gpu
+from mlxkv.metal.attend import MOST_ROWS
 
 # GPU cores, GHz, GB/s.
 CHIPS = {
@@ -26,32 +27,43 @@ CHIPS = {
     "M4 Max": (40, 1.578, 546),
 }
 FEWER_CORES = {("M3 Max", 30): 300, ("M4 Max", 32): 410}  # GB/s
-# Issue cycles per simdgroup and record, for up to ROWS query rows of 64, 128 and 256 dims (`agx.roofline`).
-CYCLES = {
-    "int8": {64: 964, 128: 1770, 256: 3502},
-    "int4": {64: 948, 128: 1738, 256: 3488},
-    "int3": {64: 804, 128: 1426, 256: 2755},
-    "int2": {64: 861, 128: 1546, 256: 3050},
+# Issue cycles of a simdgroup per record (`agx.roofline`), by dims: of `attend_tile`, for up to TILE_ROWS query rows.
+TILES = {
+    "int8": {64: 952, 128: 1746, 256: 3384},
+    "int4": {64: 936, 128: 1714, 256: 3336},
+    "int3": {64: 804, 128: 1426, 256: 2696},
+    "int2": {64: 853, 128: 1538, 256: 2980},
 }
-ROWS = 8
+TILE_ROWS = 8
+# And of `attend`, for 1, 2, 3 and 4 query rows.
+MULTIPLY_ADDS = {
+    "int8": {64: (298, 396, 504, 574), 128: (523, 686, 905, 1178), 256: (977, 1422, 2433, 2433)},
+    "int4": {64: (286, 387, 492, 561), 128: (509, 672, 891, 1142), 256: (950, 1386, 2353, 2353)},
+    "int3": {64: (240, 346, 464, 532), 128: (436, 610, 802, 1071), 256: (1096, 1523, 2404, 2404)},
+    "int2": {64: (282, 382, 468, 529), 128: (484, 616, 813, 1064), 256: (907, 1273, 2256, 2256)},
+}
 SCHEDULERS = 4  # per core: each issues one instruction for 32 lanes per cycle
 
 
-def attend_us(preset: str, dims: int, kv_heads: int, rows: int, tokens: int) -> float | None:
+def attend_us(
+    preset: str, dims: int, kv_heads: int, rows: int, tokens: int, by_tiles: bool = True
+) -> float | None:
     """Return the microseconds of one call, or None for a chip or preset that the tables lack.
 
-    kv_heads: over all sequences. rows: query rows per kv head. tokens: stored tokens per sequence.
+    kv_heads: over all sequences. rows: query rows per kv head. tokens: stored tokens per sequence. by_tiles: by
+    `attend_tile`, else by `attend`.
     """
     chip = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
-    if chip not in CHIPS or dims not in CYCLES.get(preset, {}):
+    if chip not in CHIPS or dims not in TILES.get(preset, {}):
         return None
     cores, clock, bandwidth = CHIPS[chip]
     cores = gpu.known_cores() or cores
     bandwidth = FEWER_CORES.get((chip, cores), bandwidth)
     records = kv_heads * tokens / TOKENS
     memory = records * TOKENS * token_bytes(preset, dims) / bandwidth
-    cycles = records * -(-rows // ROWS) * CYCLES[preset][dims]
-    return max(memory, cycles / (SCHEDULERS * cores * clock)) / 1000
+    groups = -(-rows // (TILE_ROWS if by_tiles else MOST_ROWS))
+    each = TILES[preset][dims] if by_tiles else MULTIPLY_ADDS[preset][dims][-(-rows // groups) - 1]
+    return max(memory, records * groups * each / (SCHEDULERS * cores * clock)) / 1000
 
 
 def token_bytes(preset: str, dims: int) -> float:

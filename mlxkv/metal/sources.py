@@ -86,6 +86,10 @@ FEATURES = {
     "WITH_TRANSFORM": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
     "WITH_MIXED_BITS": ("MIXED_BITS", 1),
+    "WITH_PLAIN_K": ("PLAIN_K", 1),
+    "WITH_PLAIN_V": ("PLAIN_V", 1),
+    "WITH_DECODED_K": ("DECODED_K", 1),
+    "WITH_DECODED_V": ("DECODED_V", 1),
 }
 Features = frozenset[str]
 ALL: Features = frozenset(FEATURES)

@@ -23,7 +23,7 @@ SPILLS = 22
 # block has a branch for widths of 3 and 8 bits.
 NEST = 12 << 10
 NEST_OF_MIXED_BITS = 24 << 10
-THREADS = 512  # of `attend` up to 128 dims
+THREADS = 384  # of `attend` up to 128 dims: of 12 simdgroups, three to a scheduler
 
 
 def test_registers_are_enough(subtests):
@@ -41,10 +41,23 @@ def test_registers_are_enough(subtests):
 
 
 def test_predictions_are_of_the_roofline(subtests):
-    for preset, by_dims in predict.CYCLES.items():
+    for preset, by_dims in predict.TILES.items():
         for dims, cycles in by_dims.items():
             with subtests.test(preset=preset, dims=dims):
-                assert cycles == pytest.approx(roofline.cycles(preset, dims), rel=0.01)
+                assert cycles == pytest.approx(roofline.by_tiles(preset, dims).cycles, rel=0.01)
+                for rows, cycles_of_rows in enumerate(predict.MULTIPLY_ADDS[preset][dims], 1):
+                    count = roofline.by_multiply_adds(preset, dims, rows)
+                    assert cycles_of_rows == pytest.approx(count.cycles, rel=0.01)
+
+
+def test_multiply_adds_of_a_record_are_counted_by_hand():
+    """4 rows, 16 tokens, keys and values of 128 dims: 512 instructions of 32 lanes. In a loop over two records, each
+    simdgroup of two has half the dims of both, and codes of 4 bits take an `and` for two of them."""
+    text = roofline.text_of("int4", 128, 4, "attend")
+    record = max(compiler.takes(text.kernel, text.threads).nests, key=lambda nest: nest.unpacks)
+    *_, keys = record.inner
+    assert keys.unpacks == 2 * 8 and record.unpacks >= 2 * 8 + 4 * 8
+    assert 128 + 2 * 16 < keys.cycles < 1.4 * (128 + 2 * 16 + 8)
 
 
 def test_what_costs_registers_and_code_is_seen(subtests):
@@ -76,7 +89,10 @@ def test_what_costs_registers_and_code_is_seen(subtests):
     took = compiler.takes(replace(text.kernel, source=source), text.threads)
     assert took.spills > 0
     _, _, _, text = next(chosen(["int4"], [256], ["attend"]))
-    loop = "#pragma unroll 1\nfor (int c = 0;"
-    source = text.kernel.source.replace(loop, loop.replace("1", "4"))
+    loop = "#pragma unroll 1\nfor (int n = 0; n < PK; n += AT_ONCE)"
+    source = text.kernel.source.replace(loop, loop.replace("unroll 1", "unroll"))
     assert source != text.kernel.source
+    source = source.replace("AT_ONCE = BITS_K == 3 ? 2 : 1;", "AT_ONCE = 1;").replace(
+        "PARTS = 4", "PARTS = 1"
+    )
     assert compiler.takes(replace(text.kernel, source=source), text.threads).nest > NEST

@@ -15,6 +15,7 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine, Polar, PolarTree
 from mlxkv.formats.records import record_layout
+from mlxkv.metal import attend as attend_kernels
 from mlxkv.metal import tiles
 
 
@@ -87,6 +88,15 @@ def test_portable_attention_is_softmax_over_what_is_stored(subtests):
         with subtests.test(name=name):
             method = METHODS[name]
             assert run(method, method.dims, 6, 3, mx.float32, make) < 4e-6
+
+
+def test_simdgroups_that_share_tokens_make_probabilities_of_their_own_rows(subtests):
+    """Teams of two and four, whose scores have parts that their tokens share: biases of channels."""
+    for dims, dtype, bound in ((128, mx.float32, 4e-6), (256, mx.float16, 3e-3)):
+        with subtests.test(dims=dims):
+            layout = record_layout(METHODS["kivi"].config(dims), dims, dims)
+            assert attend_kernels.tile_of(layout, dims, 4)[:2] == (4, dims // 64)
+            assert run(METHODS["kivi"], dims, 8, 1, dtype, make) < bound
 
 
 def test_records_hold_the_same_as_codes_and_dequantize_reads_them(subtests):

@@ -11,7 +11,7 @@ from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
-from mlxkv.cache.backends import TileBackend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -80,9 +80,8 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
             kv_heads, rows_of_head = shape.batch * shape.kv_heads, shape.heads // shape.kv_heads
             for row in rows[-len(presets) :]:
                 place = row["preset"], shape.dims, kv_heads, rows_of_head, tokens
-                row["predicted_us"] = (
-                    predict.attend_us(*place) if row["by"] == TileBackend.name else None
-                )
+                by = {TileBackend.name: True, PortableBackend.name: False}.get(row["by"])
+                row["predicted_us"] = None if by is None else predict.attend_us(*place, by)
             mx.clear_cache()
             bars.advance(bar)
         for name, config in presets.items():

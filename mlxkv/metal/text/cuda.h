@@ -82,6 +82,13 @@ typedef float2* kv_pairs;
 typedef const uint* kv_words;
 typedef const uint4* kv_quads;
 typedef float* kv_floats;
+typedef float2* kv_two;
+typedef float4* kv_four;
+typedef half* kv_shared_halves;
+struct __align__(8) half4 {
+  half x, y, z, w;
+};
+typedef const half4* kv_half_fours;
 
 namespace metal {
 inline float max(float a, float b) {
@@ -92,6 +99,9 @@ inline float min(float a, float b) {
 }
 inline int max(int a, int b) {
   return a > b ? a : b;
+}
+inline uint min(uint a, uint b) {
+  return a < b ? a : b;
 }
 inline int min(int a, int b) {
   return a < b ? a : b;

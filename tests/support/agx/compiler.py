@@ -28,7 +28,7 @@ FLAGS = [  # names tell which function is the kernel
 ]
 FRONT = [  # vectors of 16 would be refused later
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-O2", "-S"),
-    *("-fno-vectorize", "-fno-slp-vectorize"),
+    *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-disable-vector-combine"),
     *("-Xclang", f"-cl-ext={EXTENSIONS},+cl_khr_subgroups"),
 ]
 BACK = ["-x", "ir", "-Xclang", "-disable-llvm-passes", "-c"]
@@ -68,6 +68,22 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Nest:
+    """A loop with loops inside it: cycles and moves of its own, cycles of what comes before the last loop inside and is
+    not done in every turn; `and` instructions of all, which unpack codes."""
+
+    cycles: int
+    moves: int
+    first: int
+    unpacks: int
+    inner: tuple["Nest", ...]
+
+    def whole(self, name: str) -> int:
+        """The sum of a count over this loop and those inside it, one turn of each."""
+        return getattr(self, name) + sum(x.whole(name) for x in self.inner)
+
+
+@dataclass(frozen=True)
 class Takes:
     """What a kernel takes. registers: 32-bit ones of a thread, of 128. spills, fills: instructions. scratch: bytes of a
     thread. shared: bytes of a threadgroup. code: bytes. nest: bytes of the largest loop with those inside it. cycles:
@@ -84,6 +100,7 @@ class Takes:
     cycles: int
     threads: int
     loops: tuple[Loop, ...]
+    nests: tuple[Nest, ...]
 
 
 class CompileError(Exception):
@@ -123,7 +140,12 @@ def takes(kernel: Kernel, threads: int) -> Takes:
         made = json.dumps(asdict(_counted(_compiled(text))))
         kept.write_text(made)
     made = json.loads(kept.read_text())
-    return Takes(**made | {"loops": tuple(Loop(**x) for x in made["loops"])})
+    loops, nests = (tuple(Loop(**x) for x in made["loops"])), map(_nest_of, made["nests"])
+    return Takes(**made | {"loops": loops, "nests": tuple(nests)})
+
+
+def _nest_of(made: dict) -> Nest:
+    return Nest(**made | {"inner": tuple(map(_nest_of, made["inner"]))})
 
 
 @cache
@@ -155,6 +177,17 @@ def _plain(ir: str) -> str:
         return f"= or {kind} {value}, {zero}"
 
     ir = re.sub(r"= freeze (i\d+|<\d+ x i\d+>|float|half) (\S+)", same, ir)
+    # A choice by the low bits of a number, of a width that SPIR-V lacks.
+    ir = re.sub(
+        r"= trunc i32 (\S+) to i([2-7])\b", lambda m: f"= and i32 {m[1]}, {2 ** int(m[2]) - 1}", ir
+    )
+    ir = re.sub(r"switch i[2-7] ", "switch i32 ", ir)
+    ir = re.sub(
+        r"^( +)i([2-7]) (-?\d+), label",
+        lambda m: f"{m[1]}i32 {int(m[3]) % 2 ** int(m[2])}, label",
+        ir,
+        flags=re.M,
+    )
     return re.sub(r", !llvm.loop !\d+", "", ir)
 
 
@@ -164,7 +197,7 @@ def _run(command: list) -> str:
     environment = {**os.environ, **switches}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
     if done.returncode:
-        errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr[-300:]]
+        errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr[-1500:]]
         raise CompileError(f"{Path(command[0]).name}: {done.returncode}: {errors[0]}")
     return done.stdout + done.stderr
 
@@ -188,15 +221,17 @@ def _counted(printed: str) -> Takes:
         cycles=int(re.search(r"(\d+) alu", stats)[1]),
         threads=int(numbers["threads"]),
         loops=tuple(_loops(blocks)),
+        nests=tuple(_nests(blocks)),
     )
 
 
-# successors, instructions, those that spill, cycles of both units
-Block = tuple[list[str], int, int, int, int]
+# successors, instructions, those that spill, cycles of both units, moves, unpacking
+Block = tuple[list[str], int, int, int, int, int, int]
 # Issue cycles that are not 1, by the starts of names: Mesa's agx_performance.c; of 64-bit sums what
 # philipturner/metal-benchmarks measured. Those of a second unit, which runs beside the first, are apart.
 SLOW = {"shuffle": 2, "shuffle_xor": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
 BESIDE = {"imad": 4, "bfi": 4, "bfeil": 4, "extr": 4, "asr": 4, "floor": 4, "exp2": 4, "log2": 4}
+MOVE = re.compile(r"= bitop \S+, #0, #a|= xor r")  # a copy, or a third of an exchange
 BESIDE |= {"rcp": 6, "rsqrt": 8, "sin_pt_1": 4, "sin_pt_2": 4}
 
 
@@ -210,7 +245,9 @@ def _blocks(printed: str) -> dict[str, Block]:
         lines = body.splitlines()
         spills = sum(_name(line).startswith(SPILL) for line in lines)
         cycles = sum(map(_cycles, lines)), sum(map(_beside, lines))
-        forms[-1][name] = successors, len(lines), spills, *cycles
+        moves = sum(bool(MOVE.search(line)) for line in lines) + spills
+        unpacks = sum(_name(line) == "and" for line in lines)
+        forms[-1][name] = successors, len(lines), spills, *cycles, moves, unpacks
     most = max(map(len, forms))
     return [x for x in forms if len(x) == most][-1]
 
@@ -246,3 +283,31 @@ def _loops(blocks: dict[str, Block]) -> list[Loop]:
         count, spills, *cycles = (sum(blocks[order[i]][at] for i in mine) for at in range(1, 5))
         out.append(Loop(count, max(cycles), spills))
     return out
+
+
+def _nests(blocks: dict[str, Block]) -> list[Nest]:
+    """Loops that are in no other, with those inside them, in their order."""
+    order = list(blocks)
+
+    def made(spans: list[tuple[int, int]]) -> list[Nest]:
+        out = []
+        for first, last in sorted(spans):
+            if any(a <= first and last <= b and (a, b) != (first, last) for a, b in spans):
+                continue
+            within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
+            mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]
+            inner = made(within)
+            top = [
+                x
+                for x in within
+                if not any(a <= x[0] and x[1] <= b and (a, b) != x for a, b in within)
+            ]
+            until = max(top)[0] - 1 if len(top) > 1 else first
+            cycles = {i: max(blocks[order[i]][3:5]) for i in mine}
+            moves, unpacks = (sum(blocks[order[i]][at] for i in mine) for at in (5, 6))
+            before = sum(n for i, n in cycles.items() if first < i < until)
+            unpacks += sum(x.unpacks for x in inner)
+            out.append(Nest(sum(cycles.values()), moves, before, unpacks, tuple(inner)))
+        return out
+
+    return made(sorted(set(_spans(blocks))))

@@ -1,8 +1,13 @@
-// Decode attention over quantized pages and full-precision windows, in base-2 exponents.
-// Threadgroup: S simdgroups; grid: (32 S x tiles of QT query rows, splits, kv heads of the batch):
-// threadgroups that read the same records are neighbours. The first size[1] splits share the records,
-// the others the windows (sink, then recent). Codes are read once for the QT query rows of a tile. Each
-// split writes (maximum, sum, output) per row.
+// Decode attention over quantized pages and full-precision windows, in base-2 exponents, by multiply-adds.
+// Threadgroup: S simdgroups, in teams of PARTS; grid: (32 S x tiles of QT query rows, splits, kv heads of the
+// batch): threadgroups that read the same records are neighbours. The first size[1] splits share the records,
+// the others the windows (sink, then recent). Codes are read once for the QT query rows of a tile. The simdgroups
+// of a team read the same tokens, each some blocks of dims, so that outputs fit in registers. Each split writes
+// (maximum, sum, output) per row.
+//
+// A team reads 32 tokens at a time. Lane (g, t) multiplies what records hold for it (codes.h): of keys tokens
+// g + 8 i, a quarter of the dims; then a lane adds the quarters of one token, `lane`, and makes its
+// probabilities; of values lane (g, t) reads tokens 2 t + 8 i and 2 t + 8 i + 1, an eighth of the dims.
 //
 // q_pages  [heads, runs, rows, RK]: queries in the stored domain, float
 // q_window [heads, rows, D]: queries in the model's domain, type T. scale[0]: attention scale times log2(e)
@@ -10,7 +15,7 @@
 //          apart; a sequence begins at its first record, the first of a page. So sequences of a batch may
 //          have buffers of their own, or lie side by side in one.
 // records_2, headers_2 [heads, ..]: a second run of pages after the first, in its own stored domain
-// sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
+// sink_k, sink_v, recent_k, recent_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, recent capacity, new tokens, kv heads,
 //           page splits of the first run, capacity of the second, runs]
 // lengths  [batch, 5]: records, sink tokens, recent tokens, first record, records of the second run
@@ -18,13 +23,18 @@
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
-constexpr int QB = BK > BD ? BK : BD;
-constexpr int OB = BV > BD ? BV : BD;
+// Blocks of a simdgroup.
+constexpr int PK = (BK + PARTS - 1) / PARTS;
+constexpr int PV = (BV + PARTS - 1) / PARTS;
+constexpr int PD = (BD + PARTS - 1) / PARTS;
+constexpr int QB = PARTS * (PK > PD ? PK : PD);
+constexpr int OB = PV > PD ? PV : PD;
+constexpr int TEAMS = S / PARTS;
+constexpr int WIDE = sizeof(T) == 4;  // outputs are floats: so are queries, and codes are exact
 constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int PAIR_WORDS_K = kv_lane_words<BITS_K>(2);  // of two blocks
 constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K);
 #if WITH_MIXED_BITS
@@ -34,7 +44,9 @@ const int side_words_k = int(headers[1]);
 const int key_dims = int(headers[2]);
 const int blocks_k = int(headers[4]);
 const int blocks_v = int(headers[5]);
+constexpr bool MIXED = true;
 #else
+constexpr bool MIXED = false;
 constexpr int record_words = RECORD;
 constexpr int key_dims = RK;
 #endif
@@ -44,22 +56,34 @@ constexpr int HEADER_K = TREE_K == 2
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
 constexpr bool RAW_V = BITS_V == 16;
+// Codes are multiplied as they are, unless DECODED: scales of tokens multiply scores and probabilities, scales of
+// channels the queries, once for the tokens that share them.
+constexpr bool FOLDED = CHANNEL_K && !DECODED_K;
+constexpr int SCALED = DECODED_V || MIXED ? 1 : GROUPS_V;  // probabilities, times the scales of so many groups
+constexpr int OWN = QT / PARTS;  // rows whose probabilities a simdgroup makes, for its team
+constexpr int CHUNK = FOLDED ? GROUP_K / 16 : 2;  // records that a team reads between two others
 constexpr float STEPS_K = float(1 << BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum is raised when exceeded by this much
 constexpr float NOTHING = -1.0e30f;
-#if WITH_PAIRS
-constexpr int ANGLES = PAIRS_K ? 1 << BITS_K : 1;
-constexpr int PAIRS = PAIRS_K ? RK / 2 : 1;
-#endif
+constexpr uint TOKEN = 4u * PARTS + 1u;  // entries of QT partial scores to a token: and a gap, for other banks
+constexpr uint PARTIAL = 8u * QT * TOKEN;  // fours of floats, of a team
+constexpr uint SHARED = PARTIAL + 8u * QT * SCALED + 2u;  // and probabilities, and factors of rows
+constexpr bool WIDE_Q = WIDE || DECODED_K;
+threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
+threadgroup float4 shared_words[TEAMS * SHARED];
+// Sums over the tokens of a lane, for its rows: of probabilities, and of those times the scales and the biases of values.
+constexpr int MORE = 2 * SCALED;
+constexpr int SUMS = (OWN * (1 + MORE) + 3) / 4 * 4;
+threadgroup float4 sum_words[S * 8 * SUMS];
+constexpr int COMMON = FOLDED ? S * QT : 1;
+threadgroup float common[COMMON];  // to the scores of a simdgroup's tokens, of its dims
+threadgroup float tile_out[QT * PARTS * OB * 32];
+threadgroup float tile_max[TEAMS * QT];
+threadgroup float tile_sum[TEAMS * QT];
+threadgroup float tile_more[TEAMS * QT * MORE];
 
-threadgroup float q_tile[QT * QB * 32];
-threadgroup float tile_out[QT * OB * 32];
-threadgroup float tile_max[S * QT];
-threadgroup float tile_sum[S * QT];
-#if WITH_PAIRS
-threadgroup float rotations[2 * PAIRS * ANGLES];  // cosine and sine of each angle of a pair
-#endif
+const KvQuery<WIDE_Q>::pointer q_tile = (KvQuery<WIDE_Q>::pointer)query_words;
 
 #if WITH_CODEBOOK
 float levels_k[8];
@@ -71,11 +95,13 @@ for (int i = 0; i < 8; i++) {
 }
 #endif
 
-const int lane = thread_index_in_simdgroup;
-const int group = simdgroup_index_in_threadgroup;
-const int thread_id = group * 32 + lane;
-const int g = lane / 4;
-const int t = lane % 4;
+const uint lane = thread_index_in_simdgroup;
+const uint group = simdgroup_index_in_threadgroup;
+const uint team = group / uint(PARTS);
+const uint own_part = PARTS == 1 ? 0u : group % uint(PARTS);  // of the dims
+const uint thread_id = group * 32u + lane;
+const uint g = lane / 4u;
+const uint t = lane % 4u;
 const int rows = size[0];
 const int page_splits = size[1];
 const int head = threadgroup_position_in_grid.z;
@@ -86,7 +112,6 @@ const int splits = threads_per_grid.y;
 const int new_tokens = size[5];
 const int batch = head / size[6];
 const bool second = paged && split >= size[7];
-const int n_before = second ? lengths[5 * batch] : 0;  // records
 const int n_records = lengths[5 * batch + (second ? 4 : 0)];
 const int n_sink = lengths[5 * batch + 1];
 const int n_recent = lengths[5 * batch + 2];
@@ -97,36 +122,62 @@ const int capacity = size[second ? 8 : 2];
 // The kv head's first record, whole pages from the start of the buffer. Indices of 32 bits: arrays of MLX are shorter.
 const uint first_record = head % size[6] * capacity +
     (second ? batch * size[6] * capacity : lengths[5 * batch + 3]);
-const int q_run = (head * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows;
-
-const int q_dims = 32 * (paged ? BK : BD);
+const int q_run = (head * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows + first_row;
 const int q_width = paged ? key_dims : D;
-for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
-  const int row = first_row + i / q_dims;
-  const int dim = i % q_dims;
-  float value = 0.0f;
-  if (row < rows && dim < q_width) {
-    const int at = (q_run + row) * q_width + dim;
-    value = paged ? q_pages[at] : float(q_window[at]);
+
+if (!(FOLDED && paged)) {
+  for (int i = int(thread_id); i < QT * QB * 32; i += 32 * S) {
+    const int row = i / (QB * 32);
+    const int dim = i % (QB * 32);
+    float value = 0.0f;
+    if (first_row + row < rows && dim < q_width) {
+      const int at = (q_run + row) * q_width + dim;
+      value = paged ? q_pages[at] : float(q_window[at]);
+    }
+    q_tile[kv_query_place(uint(i), 0)] = KvQuery<WIDE_Q>::type(value * scale[0]);
   }
-  q_tile[i] = value * scale[0];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
-threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float o[QT * OB * 4];
-float top[QT];
-float sum[QT];
-int last_seen[QT];
+float top[OWN];  // of the simdgroup's rows
 #pragma unroll
-for (int q = 0; q < QT; q++) {
+for (int q = 0; q < OWN; q++) {
   top[q] = NOTHING;
-  sum[q] = 0.0f;
-  last_seen[q] = total - new_tokens + (first_row + q) % new_tokens;
+}
+const kv_four sums = (kv_four)sum_words + group * uint(8 * SUMS);
+#pragma unroll
+for (int i = 0; i < SUMS / 4; i++) {
+  sums[lane * uint(SUMS / 4) + uint(i)] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
 #pragma unroll
 for (int i = 0; i < QT * OB * 4; i++) {
   o[i] = 0.0f;
 }
+
+#if WITH_PLAIN_K
+// Sums over all dims of queries, and of queries times what codes are larger by.
+threadgroup float4 query_sums[QT];
+#pragma unroll
+for (int q = 0; q < QT; q++) {
+  if (!DECODED_K && !FOLDED) {
+    float all = 0.0f;
+    float larger = 0.0f;
+    for (uint i = lane; i < 32u * BK; i += 32u) {
+      const float query = float(q_tile[kv_query_place(uint(q * QB * 32) + i, 0)]);
+      const float taken = SYMMETRIC_K ? 0.5f * STEPS_K : 0.0f;
+      all += query;
+      larger = metal::fma(query, taken + (WIDE ? 0.0f : kv_code_offset<BITS_K>(int(i % 4u))), larger);
+    }
+    all = kv_all_lanes(all);
+    larger = kv_all_lanes(larger);
+    if (thread_id == 0u) {
+      query_sums[q] = float4{all, larger, 0.0f, 0.0f};
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
 
 #if WITH_TREE
 int books_k[TREE_K == 1 ? 28 : 1];
@@ -143,12 +194,21 @@ KvTree tree_k = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)he
 KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
 #endif
 
+const kv_four shared = (kv_four)shared_words + team * SHARED;
+const kv_four weights = shared + PARTIAL;
+const kv_floats weight_floats = (kv_floats)weights;
+const kv_four shrinks_words = weights + 8u * QT * SCALED;
+const kv_floats shrinks = (kv_floats)shrinks_words;
+const uint first_own = own_part * uint(OWN);
+const kv_quads queries = (kv_quads)query_words;
+// Of the lane's dims: in eights, and as numbers.
+const uint eights_at = (FOLDED && paged ? team * uint(QT * QB * 4) : 0u) + t;
+const uint query_at = 8u * eights_at;
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_recent + 15) / 16;
 const int run_splits = second ? page_splits - size[7] : size[7];
 const int parts = paged ? run_splits : splits - page_splits;
 const int part = split - (paged ? (second ? size[7] : 0) : page_splits);
-// Pairs: whole pages, because the simdgroups divide a page and share its table.
-const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
+const int unit_of_parts = paged ? CHUNK : 2;
 const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;
 const int stop = metal::min(units, (part + 1) * each);

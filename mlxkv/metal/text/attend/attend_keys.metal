@@ -1,212 +1,338 @@
-// Second part of attend: scores of the 16 tokens of a record.
+// Second part of attend: partial scores of the 32 tokens of two records.
 if (paged) {
-  for (int unit = part * each + group; unit < stop; unit += S) {
-    const int place = unit;
-    const device uint* record = run + (first_record + place) * record_words;
-    const device uint* header =
-        run_headers + (first_record + place) / PAGE_RECORDS * HEADER;
-    const int token_of_page = 16 * (place % PAGE_RECORDS);  // the record's first
-    const int position0 = n_sink + 16 * (n_before + unit);
-#if WITH_PAIRS
-    if (PAIRS_K && (unit - group) % PAGE_RECORDS == 0) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      const device half* angles = (const device half*)header + PAIRS;
-      for (int i = thread_id; i < PAIRS * ANGLES; i += 32 * S) {
-        const float step = float(angles[i / ANGLES]);
-        const float low = float(angles[i / ANGLES + 2 * PAIRS]);
-        const float angle = metal::fma(float(i % ANGLES) + 0.5f, step, low) - KV_PI;
-        rotations[2 * i] = -metal::fast::cos(angle);
-        rotations[2 * i + 1] = -metal::fast::sin(angle);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-#endif
-
-#if WITH_TREE
-    if (TREE_K == 2) {
-      tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
-    }
-    if (TREE_V == 2) {
-      tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
-    }
-#endif
-    // Scores of tokens g and g + 8: this lane's dims, then the four lanes of a token together.
-    float s[QT * 2];
-#pragma unroll
-    for (int i = 0; i < QT * 2; i++) {
-      s[i] = 0.0f;
-    }
-#if WITH_PAIRS
-    if (PAIRS_K) {
-      constexpr int WORDS = kv_slot_word<BITS_K == 3 ? 2 : BITS_K>(1, 0, 0);  // of a block, without high bits
-      const device half* page_numbers = (const device half*)header;
-      // A block at a time: registers.
+  int unit = part * each + int(team) * CHUNK;
 #pragma unroll 1
-      for (int j = 0; j < BK / 2; j++) {  // the other half of a pair is BK / 2 blocks further
-        const int pair = 32 * j + 8 * t;
-        const int other = j + BK / 2;
-        uint radii[WORDS];
-        uint angles[WORDS];
-        uint high[2] = {0u, 0u};
-        kv_load_some<WORDS_K, WORDS>(record, lane, kv_slot_word<BITS_K>(j, 0, 0), radii);
-        kv_load_some<WORDS_K, WORDS>(record, lane, kv_slot_word<BITS_K>(other, 0, 0), angles);
-        if (BITS_K == 3) {
-          kv_load_some<WORDS_K, 1>(record, lane, kv_high_word(j), high);
-          kv_load_some<WORDS_K, 1>(record, lane, kv_high_word(other), high + 1);
-        }
-        float steps[8];
-        float biases[8];
-        kv_load_numbers<8>(page_numbers + pair, steps);
-        kv_load_numbers<8>(page_numbers + RK + pair, biases);
+  while (unit < stop) {
+    if (FOLDED && unit % CHUNK == 0) {
+      // Queries times scales of channels, four dims a lane; biases, and what codes are larger by, add a number that the
+      // scores of all these tokens share.
+      const uint place = first_record + uint(unit);
+      const device half* numbers = (const device half*)(run_headers + place / uint(PAGE_RECORDS) * uint(HEADER)) +
+          place % uint(PAGE_RECORDS) * 16u / uint(GROUP_K) * uint((SYMMETRIC_K ? 1 : 2) * 32 * BK);
+      kv_team_barrier<PARTS>();
+      const kv_four fold = shared + own_part * 8u * QT;
+      const kv_floats fold_floats = (kv_floats)fold;
+      // Lanes share the rows where the dims of a simdgroup are fewer than theirs.
+      constexpr uint FOURS = 8u * uint(PK);
+      constexpr uint ROWS_AT_ONCE = FOURS < 32u && 32u % FOURS == 0u ? 32u / FOURS : 1u;
+      const uint own_row = ROWS_AT_ONCE > 1u ? lane / FOURS : 0u;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {  // to the middle of a step
-          biases[i] = metal::fma(0.5f - STEPS_K, steps[i], biases[i]);
-          steps[i] *= STEPS_K;
-        }
-#pragma unroll
-        for (int n = 0; n < 16; n++) {
-          const int r = n % 2;
-          const int i = n / 2;
-          const int h = i / 4;
-          const int p = i % 4;
-          const int word = kv_slot_word<BITS_K>(0, r, p);
-          const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(radii[word], high[0], j, r, p, h));
-          const float radius = metal::fma(steps[i], code, biases[i]);
-          const int angle = int(kv_code<BITS_K>(angles[word], high[1], other, r, p, h));
-          const int at = 2 * ANGLES * pair + 2 * angle;
-          const float first = radius * rotations[at + 2 * ANGLES * i];
-          const float last = radius * rotations[at + 2 * ANGLES * i + 1];
-#pragma unroll
-          for (int q = 0; q < QT; q++) {
-            s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + pair + i], first, s[2 * q + r]);
-            s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + PAIRS + pair + i], last, s[2 * q + r]);
+      for (uint n = 0u; n < FOURS; n += 32u) {
+        const uint i = ROWS_AT_ONCE > 1u ? lane % FOURS : n + lane;
+        const uint dim = 4u * (FOURS * own_part + i);
+        const bool held = (FOURS % 32u == 0u || i < FOURS) && (BK % PARTS == 0 || dim < 32u * uint(BK));
+        float steps[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        float biases[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (held) {
+          kv_load_numbers<4>(numbers + dim, steps);
+          if (!SYMMETRIC_K) {
+            kv_load_numbers<4>(numbers + (32u * uint(BK) + dim), biases);
           }
         }
+#pragma unroll
+        for (int d = 0; d < 4; d++) {
+          steps[d] *= scale[0];
+          biases[d] *= scale[0];
+        }
+#pragma unroll 1
+        for (uint q = own_row; q < uint(QT); q += ROWS_AT_ONCE) {
+          float query[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          if (held && first_row + int(q) < rows && dim < uint(key_dims)) {
+            const uint at = uint(q_run + int(q)) * uint(key_dims) + dim;
+            if (RK % 4 == 0) {
+              kv_load<4>(q_pages + at, query);
+            } else {
+#pragma unroll
+              for (int d = 0; d < 4; d++) {
+                query[d] = dim + uint(d) < uint(key_dims) ? q_pages[at + (dim + uint(d) < uint(key_dims) ? uint(d) : 0u)] : 0.0f;
+              }
+            }
+          }
+          float all = 0.0f;
+          float times[4];
+#pragma unroll
+          for (int d = 0; d < 4; d++) {
+            const float larger = (SYMMETRIC_K ? 0.5f * STEPS_K : 0.0f) + (WIDE ? 0.0f : kv_code_offset<BITS_K>(d));
+            times[d] = float(KvQuery<WIDE_Q>::type(query[d] * steps[d]));
+            all = metal::fma(query[d], biases[d], metal::fma(times[d], -larger, all));
+          }
+          const uint place_q = kv_query_place((team * uint(QT) + q) * uint(QB * 32) + dim, 0);
+          if (held) {
+#pragma unroll
+            for (int d = 0; d < 4; d++) {  // dims 2 and 3 of four are four places further
+              q_tile[place_q + (d < 2 ? uint(d) : uint(d) + 2u)] = KvQuery<WIDE_Q>::type(times[d]);
+            }
+          }
+          fold_floats[q * 32u + lane] = n == 0u ? all : fold_floats[q * 32u + lane] + all;
+        }
       }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      if (lane < uint(QT)) {
+        // A row's sum is in the lanes that held the row.
+        const uint first = ROWS_AT_ONCE > 1u ? lane % ROWS_AT_ONCE * FOURS : 0u;
+        constexpr uint COUNT = ROWS_AT_ONCE > 1u ? FOURS : 32u;
+        float4 four = float4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (uint i = 0u; i < COUNT; i += 4u) {
+          const float4 add = fold[(lane * 32u + first + i) / 4u];
+          four = float4{four.x + add.x, four.y + add.y, four.z + add.z, four.w + add.w};
+        }
+        common[group * uint(QT) + lane] = four.x + four.y + (four.z + four.w);
+      }
+      kv_team_barrier<PARTS>();
     }
+    {
+      // The lane's number, which a compiler cannot know to be the same in every turn: it would keep each address that follows
+      // from it in a register of its own.
+      const uint lane_now = lane + (uint(unit) >> 31);
+      const uint record = (first_record + uint(unit)) * uint(record_words);  // its first word
+      const uint other = unit + 1 < stop ? uint(record_words) : 0u;  // words to the second record
+#if WITH_PLAIN_K
+      if (!DECODED_K) {
+        constexpr int AT_ONCE = BITS_K == 3 ? 2 : 1;  // blocks that share a word
+        constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K / 2;
+        constexpr bool FULL = BK % PARTS == 0 && PK % AT_ONCE == 0;  // no block is beyond the last
+        float s[4 * QT];  // of tokens g + 8 i, [i, row]
+#pragma unroll
+        for (int i = 0; i < 4 * QT; i++) {
+          s[i] = 0.0f;
+        }
+#pragma unroll 1
+        for (int n = 0; n < PK; n += AT_ONCE) {
+          const uint wanted = own_part * uint(PK) + uint(n);
+          const uint first_block = FULL ? wanted : metal::min(wanted, uint(BK - 1) / uint(AT_ONCE) * uint(AT_ONCE));
+          const uint first_word = first_block / uint(AT_ONCE) * uint(LOADED);
+          uint words[2 * LOADED];
+          kv_load_at<WORDS_K, LOADED>(run, record, lane, first_word, words);
+          kv_load_at<WORDS_K, LOADED>(run, record + other, lane, first_word, words + LOADED);
+#pragma unroll
+          for (int b = 0; b < AT_ONCE; b++) {
+            const uint j = first_block + uint(b);
+            if (FULL || wanted + uint(b) < uint(BK)) {
+#pragma unroll
+              for (int pair = 0; pair < 2; pair++) {
+                float query[4 * QT];
+#pragma unroll
+                for (int q = 0; q < QT; q++) {
+                  kv_four_queries<WIDE_Q>(
+                      queries, 2u * (eights_at + uint(q * QB * 4) + 4u * j) + uint(pair), query + 4 * q);
+                }
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                  const thread uint* of = words + i / 4 * LOADED;
+                  const int r = i / 2 % 2;
+                  const int d = 2 * pair + i % 2;
+                  const uint codes = kv_code_halves<BITS_K>(
+                      of[kv_slot_word<BITS_K>(b, r, d)], BITS_K == 3 ? of[LOADED - 1] : 0u, b, r, d);
+#pragma unroll
+                  for (int h = 0; h < 2; h++) {
+                    const float code = kv_half_of(codes, h) - (WIDE ? kv_code_offset<BITS_K>(d) : 0.0f);
+#pragma unroll
+                    for (int q = 0; q < QT; q++) {
+                      s[i / 2 * QT + q] = metal::fma(query[4 * q + 2 * h + i % 2], code, s[i / 2 * QT + q]);
+                    }
+                  }
+                }
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          kv_store_shared<QT>(shared, (8u * uint(i) + lane_now / 4u) * TOKEN + 4u * own_part + lane_now % 4u, s + i * QT);
+        }
+      }
 #endif
+#if WITH_TREE
+      const device half* books = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER));
+      if (TREE_K == 2) {
+        tree_k = kv_tree<2, 1>(books_k, books, lane);
+      }
+#endif
+#if WITH_MIXED_BITS || WITH_DECODED_K
+#pragma unroll 1
+      for (uint e = 0u; e < 32u; e += 16u) {  // its first token
+        const uint of = record + (e ? other : 0u);
+        float s[2 * QT];  // [8 tokens further, row]
+#pragma unroll
+        for (int i = 0; i < 2 * QT; i++) {
+          s[i] = 0.0f;
+        }
 #if WITH_MIXED_BITS
 #pragma unroll 1
-    for (int b = 0; b < blocks_k; b++) {
-      float k[8];
-      kv_mixed_levels(record, kv_mixed_entry(headers, 0, b), lane, k);
+        for (int n = 0; n < 2 * PK; n++) {
+          const int b = 2 * PK * int(own_part) + n;
+          if (b < blocks_k) {
+            float k[8];
+            kv_mixed_levels(run + of, kv_mixed_entry(headers, 0, b), lane, k);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+            for (int q = 0; q < QT; q++) {
 #pragma unroll
-        for (int q = 0; q < QT; q++) {
-          const float query = q_tile[q * 32 * BK + 16 * b + 4 * t + i];
-          s[2 * q] = metal::fma(query, k[i], s[2 * q]);
-          s[2 * q + 1] = metal::fma(query, k[4 + i], s[2 * q + 1]);
-        }
-      }
-    }
-    const device half* scales_k = (const device half*)(record + side_words_k - 8);
-#pragma unroll
-    for (int i = 0; i < 2 * QT; i++) {
-      s[i] *= float(scales_k[kv_key_number(g + 8 * (i % 2), 0, 0, 1, 1)]);
-    }
-#else
-    const device half* numbers = (const device half*)(record + 32 * WORDS_K);
-#if WITH_CHANNEL
-    const device half* page_numbers = (const device half*)header +
-        (CHANNEL_K ? token_of_page / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 32 * BK : 0);
-#endif
-    // Two blocks at a time: all of them would not fit in registers.
-#pragma unroll 1
-    for (int c = 0; c < (PAIRS_K ? 0 : (BK + 1) / 2); c++) {
-      uint words[PAIR_WORDS_K];
-      constexpr bool TOGETHER = BITS_K < 8 || KV_ROOMY;
-      if (TOGETHER) {
-        kv_load_some<WORDS_K, PAIR_WORDS_K>(record, lane, c * PAIR_WORDS_K, words);
-      }
-#pragma unroll
-      for (int b = 0; b < 2; b++) {
-        const int j = 2 * c + b;
-        if (j >= BK) {
-          continue;
-        }
-        if (!TOGETHER) {
-          constexpr int BLOCK_WORDS_K = PAIR_WORDS_K / 2;
-          kv_load_some<WORDS_K, BLOCK_WORDS_K>(
-              record, lane, j * BLOCK_WORDS_K, words + b * BLOCK_WORDS_K);
-        }
-        float k[16];
-        float steps[8];  // of the lane's dims
-        float biases[8];
-#if WITH_CHANNEL
-        const int dim = 32 * j + 8 * t;
-        if (CHANNEL_K) {
-          kv_load_numbers<8>(page_numbers + dim, steps);
-          if (!SYMMETRIC_K) {
-            kv_load_numbers<8>(page_numbers + 32 * BK + dim, biases);
-          }
-#pragma unroll
-          for (int i = 0; i < 8; i++) {
-            steps[i] *= STEPS_K;
-            biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : biases[i];
-          }
-        }
-#endif
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int token = g + 8 * r;
-          if (!CHANNEL_K && !TREE_K && !RAW_K) {
-            const int group_of = 32 * j / GROUP_K;
-            const float step =
-                STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
-            const float bias = SYMMETRIC_K
-                ? -0.5f * step
-                : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-              steps[i] = step;
-              biases[i] = bias;
+              for (int i = 0; i < 4; i++) {
+                const float query = q_tile[kv_query_place(8u * (eights_at - t + uint(q * QB * 4)) + 16u * uint(b) + 4u * t, i)];
+                s[q] = metal::fma(query, k[i], s[q]);
+                s[QT + q] = metal::fma(query, k[4 + i], s[QT + q]);
+              }
             }
           }
-#if WITH_TREE
-          if (TREE_K) {
-            const uint low = words[kv_slot_word<BITS_K>(b, r, 0)];
-            const uint high = words[BITS_K == 3 ? kv_high_word(b) : 0];
-            const int of = 2 * j + t / 2;
-            const float radius =
-                kv_number_at(numbers, kv_key_number(token, of, 0, GROUPS_K, 1), of < GROUPS_K);
-            kv_tree_key(
-                tree_k, radius, low >> (8 * r), high >> kv_high_bit(b, r, 0, 0), t, k + 8 * r);
+        }
+#endif
+#if WITH_PAIRS
+      if (PAIRS_K) {
+        constexpr int WORDS = kv_slot_word<BITS_K == 3 ? 2 : BITS_K>(1, 0, 0);  // of a block, without high bits
+        constexpr int PAIRS = RK / 2;
+        constexpr int HALF_BLOCKS = BK / 2;
+        constexpr int PART_BLOCKS = (HALF_BLOCKS + PARTS - 1) / PARTS;
+        const device half* page_numbers = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * HEADER);
+#pragma unroll 1
+        for (int n = 0; n < PART_BLOCKS; n++) {
+          const int j = int(own_part) * PART_BLOCKS + n;  // the other half of a pair is BK / 2 blocks further
+          const int other_block = j + HALF_BLOCKS;
+          const int pair = 32 * j + 8 * int(t);
+          if (j < HALF_BLOCKS) {
+            const device uint* from = run + of;
+            uint radii[WORDS];
+            uint angles[WORDS];
+            uint high[2] = {0u, 0u};
+            kv_load_some<WORDS_K, WORDS>(from, lane, kv_slot_word<BITS_K>(j, 0, 0), radii);
+            kv_load_some<WORDS_K, WORDS>(from, lane, kv_slot_word<BITS_K>(other_block, 0, 0), angles);
+            if (BITS_K == 3) {
+              kv_load_some<WORDS_K, 1>(from, lane, kv_high_word(j), high);
+              kv_load_some<WORDS_K, 1>(from, lane, kv_high_word(other_block), high + 1);
+            }
+            // Four pairs at a time: registers.
+#pragma unroll 1
+            for (int h = 0; h < 2; h++) {
+              float steps[8];  // of radii, then of angles
+              float biases[8];
+              kv_load_numbers<4>(page_numbers + pair + 4 * h, steps);
+              kv_load_numbers<4>(page_numbers + PAIRS + pair + 4 * h, steps + 4);
+              kv_load_numbers<4>(page_numbers + 2 * PAIRS + pair + 4 * h, biases);
+              kv_load_numbers<4>(page_numbers + 3 * PAIRS + pair + 4 * h, biases + 4);
+#pragma unroll
+              for (int i = 0; i < 8; i++) {  // to the middle of a step
+                biases[i] = metal::fma(0.5f - STEPS_K, steps[i], biases[i] - (i < 4 ? 0.0f : KV_PI));
+                steps[i] *= STEPS_K;
+              }
+#pragma unroll
+              for (int i = 0; i < 8; i++) {
+                const int r = i % 2;
+                const int p = i / 2;
+                const int word = kv_slot_word<BITS_K>(0, r, p);
+                const float radius = metal::fma(
+                    steps[p], kv_one_plus<BITS_K>(kv_code<BITS_K>(radii[word], high[0], j, r, p, h)), biases[p]);
+                const float angle = metal::fma(
+                    steps[4 + p], kv_one_plus<BITS_K>(kv_code<BITS_K>(angles[word], high[1], other_block, r, p, h)),
+                    biases[4 + p]);
+                const float first = -radius * metal::fast::cos(angle);
+                const float last = -radius * metal::fast::sin(angle);
+#pragma unroll
+                for (int q = 0; q < QT; q++) {
+                  const uint at = kv_query_place(query_at + uint(q * QB * 32 + 32 * j), 4 * h + p);
+                  s[r * QT + q] = metal::fma(q_tile[at], first, s[r * QT + q]);
+                  s[r * QT + q] = metal::fma(q_tile[at + PAIRS], last, s[r * QT + q]);
+                }
+              }
+            }
           }
+        }
+      }
+#endif
+#if WITH_DECODED_K
+      if (DECODED_K && !PAIRS_K) {
+        constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K == 16 ? 8 : BITS_K / 2;  // words of a block, or of two of 3 bits
+#if WITH_CHANNEL
+        const device half* page_numbers = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * HEADER) +
+            (CHANNEL_K ? ((first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u + e) / uint(GROUP_K) * uint((SYMMETRIC_K ? 1 : 2) * 32 * BK) : 0u);
+#endif
+#pragma unroll 1
+        for (int n = 0; n < PK; n++) {
+          const int j = int(own_part) * PK + n;
+          if (BK % PARTS == 0 || j < BK) {
+            const device uint* from = run + of;
+            const device half* numbers = (const device half*)(from + 32 * WORDS_K);
+            uint words[LOADED];
+            kv_load_some<WORDS_K, LOADED>(from, lane, (BITS_K == 3 ? j / 2 : j) * LOADED, words);
+            const uint high = BITS_K == 3 ? words[LOADED - 1] >> (8 * (j % 2)) : 0u;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+              float k[8];
+              float steps[8];  // of the lane's dims
+              float biases[8];
+              const int token = int(g) + 8 * r;
+#if WITH_CHANNEL
+              const int dim = 32 * j + 8 * int(t);
+              if (CHANNEL_K) {
+                kv_load_numbers<8>(page_numbers + dim, steps);
+                if (!SYMMETRIC_K) {
+                  kv_load_numbers<8>(page_numbers + 32 * BK + dim, biases);
+                }
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                  steps[i] *= STEPS_K;
+                  biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : biases[i];
+                }
+              }
+#endif
+              if (!CHANNEL_K && !TREE_K && !RAW_K) {
+                const int group_of = 32 * j / GROUP_K;
+                const float step =
+                    STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
+                const float bias = SYMMETRIC_K
+                    ? -0.5f * step
+                    : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                  steps[i] = step;
+                  biases[i] = bias;
+                }
+              }
+#if WITH_TREE
+              if (TREE_K) {
+                const uint low = BITS_K == 3 && j % 2 ? words[1] : words[0];
+                const int group_of = 2 * j + int(t / 2u);
+                const float radius = kv_number_at(
+                    numbers, kv_key_number(token, group_of, 0, GROUPS_K, 1), group_of < GROUPS_K);
+                kv_tree_key(tree_k, radius, low >> (8 * r), high >> kv_high_bit(0, r, 0, 0), t, k);
+              }
 #endif
 #pragma unroll
-          for (int p = 0; p < (TREE_K ? 0 : 4); p++) {
-            const uint word = words[kv_slot_word<BITS_K>(b, r, p)];
-            const uint high = BITS_K == 3 ? words[kv_high_word(b)] : 0u;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const int i = 4 * h + p;
-              const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, b, r, p, h));
-              if (!CODEBOOK_K && !RAW_K) {
-                k[8 * r + i] = metal::fma(steps[i], code, biases[i] - steps[i]);
-              }
+              for (int i = 0; i < (TREE_K ? 0 : 8); i++) {
+                const int p = i % 4;
+                const int at = kv_slot_word<BITS_K>(0, r, p);
+                const uint word = BITS_K == 3 && j % 2 ? words[1] : words[at];
+                const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, 0, r, p, i / 4));
+                if (!CODEBOOK_K && !RAW_K) {
+                  k[i] = metal::fma(steps[i], code, biases[i] - steps[i]);
+                }
 #if WITH_CODEBOOK
-              if (CODEBOOK_K) {
-                k[8 * r + i] = steps[i] * kv_level<BITS_K>(code, levels_k);
-              }
+                if (CODEBOOK_K) {
+                  k[i] = steps[i] * kv_level<BITS_K>(code, levels_k);
+                }
 #endif
 #if WITH_HALVES
-              if (RAW_K) {
-                k[8 * r + i] = kv_half_of(word, h);
-              }
+                if (RAW_K) {
+                  k[i] = kv_half_of(word, i / 4);
+                }
 #endif
+              }
+#pragma unroll
+              for (int i = 0; i < 8; i++) {
+#pragma unroll
+                for (int q = 0; q < QT; q++) {
+                  const float query = q_tile[kv_query_place(query_at + uint(q * QB * 32 + 32 * j), i)];
+                  s[r * QT + q] = metal::fma(query, k[i], s[r * QT + q]);
+                }
+              }
             }
           }
         }
+      }
+#endif
+        // The quarters of tokens g and g + 8, in threadgroup memory.
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-#pragma unroll
-          for (int q = 0; q < QT; q++) {
-            const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
-            s[2 * q] = metal::fma(query, k[i], s[2 * q]);
-            s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
-          }
+        for (int r = 0; r < 2; r++) {
+          kv_store_shared<QT>(shared, (e + 8u * uint(r) + g) * TOKEN + 4u * own_part + t, s + r * QT);
         }
       }
-    }
 #endif

@@ -1,82 +1,120 @@
-// Fourth part of attend: scores and products for 16 tokens of a window, in threadgroups without records.
+// Fourth part of attend: 32 tokens of a window, in threadgroups without records.
 } else {
-  for (int unit = part * each + group; unit < stop; unit += S) {
-    const bool in_sink = unit < sink_units;
-    const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
-    const int tokens = (in_sink ? n_sink : n_recent) - token0;
-    const int position0 = in_sink ? token0 : total - n_recent + token0;
-    const int at_window = (head * (in_sink ? size[3] : size[4]) + token0) * D;
-    float s[QT * 2];
-#pragma unroll
-    for (int i = 0; i < QT * 2; i++) {
-      s[i] = 0.0f;
-    }
-    const device T* keys = (in_sink ? sink_k : recent_k) + at_window;
+  for (int unit = part * each + 2 * int(team); unit < stop; unit += 2 * TEAMS) {
+    // Partial scores of 16 tokens at a time: registers.
 #pragma unroll 1
-    for (int j = 0; j < BD; j++) {
-      const int dim = 32 * j + 8 * t;
-      float k[16];
+    for (int e = 0; e < 2; e++) {
+      const bool of_sink = unit + e < sink_units;
+      const int first = 16 * (of_sink ? unit + e : unit + e - sink_units);
+      const int tokens = unit + e < stop ? (of_sink ? n_sink : n_recent) - first : 0;
+      const uint at = uint(head * (of_sink ? size[3] : size[4]) + first) * uint(D);
+      float s[2 * QT];
 #pragma unroll
-      for (int i = 0; i < 16; i++) {
-        k[i] = 0.0f;
+      for (int i = 0; i < 2 * QT; i++) {
+        s[i] = 0.0f;
       }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        if (g + 8 * r < tokens && dim < D) {
-          const device T* row = keys + (g + 8 * r) * D + dim;
-          if (D % 8 == 0) {
-            kv_load<8>(row, k + 8 * r);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-              k[8 * r + i] = dim + i < D ? float(row[dim + i < D ? i : 0]) : 0.0f;
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-#pragma unroll
-        for (int q = 0; q < QT; q++) {
-          const float query = q_tile[q * 32 * BD + dim + i];
-          s[2 * q] = metal::fma(query, k[i], s[2 * q]);
-          s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
-        }
-      }
-    }
-    kv_probabilities<QT, OB * 4>(
-        s, top, sum, o, last_seen, position0, tokens, g, LAZY, as_type<float>(CAP));
-    const device T* values = (in_sink ? sink_v : recent_v) + at_window;
-    // A token at a time: the values of all would not fit in registers.
 #pragma unroll 1
-    for (int n = 0; n < 4; n++) {
-      const int token = 2 * t + 8 * (n / 2) + n % 2;
-      float p[QT];  // moves from the lanes of the keys to those of the values
+      for (int n = 0; n < PD; n++) {
+        const uint block = uint(PD) * own_part + uint(n);
+        const int dim = 32 * int(block) + 8 * int(t);
+        float k[16];
 #pragma unroll
-      for (int q = 0; q < QT; q++) {
-        p[q] = simd_shuffle(n < 2 ? s[2 * q] : s[2 * q + 1], ushort(8 * t + 4 * (n % 2)));
-      }
-      if (token < tokens) {
-        const device T* row = values + token * D + 4 * g;
+        for (int i = 0; i < 16; i++) {
+          k[i] = 0.0f;
+        }
 #pragma unroll
-        for (int j = 0; j < BD; j++) {
-          float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          if (32 * j + 4 * g < D) {
-            if (D % 4 == 0) {
-              kv_load<4>(row + 32 * j, v);
+        for (int r = 0; r < 2; r++) {
+          if (int(g) + 8 * r < tokens && dim < D) {
+            const device T* row = (of_sink ? sink_k : recent_k) + (at + uint((int(g) + 8 * r) * D + dim));
+            if (D % 8 == 0) {
+              kv_load<8>(row, k + 8 * r);
             } else {
 #pragma unroll
-              for (int d = 0; d < 4; d++) {
-                v[d] = 32 * j + 4 * g + d < D ? float(row[32 * j + d]) : 0.0f;
+              for (int d = 0; d < 8; d++) {
+                k[8 * r + d] = dim + d < D ? float(row[dim + d < D ? d : 0]) : 0.0f;
               }
             }
           }
+        }
 #pragma unroll
-          for (int d = 0; d < 4; d++) {
+        for (int q = 0; q < QT; q++) {
+          float query[8];
+          const uint at_q = 2u * (eights_at + uint(q * QB * 4) + 4u * block);
+          kv_four_queries<WIDE_Q>(queries, at_q, query);
+          kv_four_queries<WIDE_Q>(queries, at_q + 1u, query + 4);
 #pragma unroll
-            for (int q = 0; q < QT; q++) {
-              const int i = q * OB * 4 + 4 * j + d;
-              o[i] = metal::fma(p[q], v[d], o[i]);
+          for (int i = 0; i < 16; i++) {
+            s[i / 8 * QT + q] = metal::fma(query[kv_place_of(i % 8)], k[i], s[i / 8 * QT + q]);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        kv_store_shared<QT>(shared, (16u * uint(e) + 8u * uint(r) + g) * TOKEN + 4u * own_part + t, s + r * QT);
+      }
+    }
+    kv_team_barrier<PARTS>();
+    float p[OWN];
+    kv_scores<QT, OWN, PARTS, TOKEN>(shared, lane, own_part, p);
+    const int own_unit = unit + int(lane / 16u);
+    const bool in_sink = own_unit < sink_units;
+    const int own = 16 * (in_sink ? own_unit : own_unit - sink_units) + int(lane % 16u);  // in its window
+    const int position = in_sink ? own : total - n_recent + own;
+    const bool exists = own_unit < stop && own < (in_sink ? n_sink : n_recent);
+#pragma unroll
+    for (int q = 0; q < OWN; q++) {
+      const int last_seen = total - new_tokens + (first_row + int(first_own) + q) % new_tokens;
+      p[q] = exists && position <= last_seen ? p[q] : -INFINITY;
+    }
+    float shrink[OWN];
+    kv_probabilities<OWN>(p, top, shrink, LAZY, as_type<float>(CAP));
+    float sum[SUMS];
+    kv_load_shared<SUMS>(sums, lane, sum);
+#pragma unroll
+    for (int q = 0; q < OWN; q++) {
+      sum[q * (1 + MORE)] = metal::fma(sum[q * (1 + MORE)], shrink[q], p[q]);
+      weight_floats[(lane / 2u * uint(QT) + first_own + uint(q)) * 2u + lane % 2u] = p[q];
+    }
+    kv_store_shared<SUMS>(sums, lane, sum);
+    if (lane < uint(OWN)) {
+      shrinks[first_own + lane] = kv_one_of<OWN>(shrink, lane);
+    }
+    kv_team_barrier<PARTS>();
+    kv_rescale<QT, OB * 4>(shrinks_words, o);
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      const bool of_sink = unit + i / 2 < sink_units;
+      const int first = 16 * (of_sink ? unit + i / 2 : unit + i / 2 - sink_units);
+      const int tokens = unit + i / 2 < stop ? (of_sink ? n_sink : n_recent) - first : 0;
+      const uint at = uint(head * (of_sink ? size[3] : size[4]) + first) * uint(D);
+      float of_tokens[2 * QT];
+      kv_load_shared<2 * QT>(weights, uint(4 * i) + t, of_tokens);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int token = 2 * int(t) + 8 * (i % 2) + h;
+        if (token < tokens) {
+          const device T* row = (of_sink ? sink_v : recent_v) + (at + uint(token * D));
+#pragma unroll
+          for (int n = 0; n < PD; n++) {
+            const int dim = 32 * (PD * int(own_part) + n) + 4 * int(g);
+            float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (dim < D) {
+              if (D % 4 == 0) {
+                kv_load<4>(row + dim, v);
+              } else {
+#pragma unroll
+                for (int d = 0; d < 4; d++) {
+                  v[d] = dim + d < D ? float(row[dim + d < D ? dim + d : dim]) : 0.0f;
+                }
+              }
+            }
+#pragma unroll
+            for (int d = 0; d < 4; d++) {
+#pragma unroll
+              for (int q = 0; q < QT; q++) {
+                const int to = q * OB * 4 + 4 * n + d;
+                o[to] = metal::fma(of_tokens[2 * q + h], v[d], o[to]);
+              }
             }
           }
         }
