@@ -289,8 +289,10 @@ def static_caches_of(cache, new: int) -> list[StaticCache]:
     own. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
         return [static for member in cache.caches for static in static_caches_of(member, new)]
-    if (row := ROWS.get(type(cache))) is not None and not cache.empty():
-        return list(of_batch(cache, new, row, FORMS[row]))
+    if (row := ROWS.get(type(cache))) is not None:
+        return (
+            [UnusedStaticCache()] if cache.empty() else list(of_batch(cache, new, row, FORMS[row]))
+        )
     kind = FORMS.get(type(cache))
     if kind is None and isinstance(cache, ArraysCache):
         kind = Arrays

@@ -14,8 +14,10 @@ from mlxkv.cache.backends import TileBackend
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import of_batch
+from mlxkv.formats.presets import PRESETS
 from mlxkv.loading.attach import attach
 from mlxkv.metal import launch
+from mlxkv.patching import steps
 from mlxkv.patching.trees import MARK
 
 pytestmark = pytest.mark.usefixtures("trusted")
@@ -214,3 +216,11 @@ def test_shared_arrays_are_traced(monkeypatch):
         pair.each(lambda cache: cache.filter([2, 0]))
         pair.say(3)
         assert 3 <= steps.traced <= 9 and not steps.refused
+
+
+def test_a_batch_before_its_first_tokens_can_be_traced_later():
+    """It is unused so far, like a cache of one sequence: nothing says that its class has no static form."""
+    for kind, row in steps.ROWS.items():
+        batch = kind.merge([row(PRESETS["int4"]) for _ in range(2)])
+        (static,) = steps.static_caches_of(batch, 1)
+        assert isinstance(static, steps.UnusedStaticCache)
