@@ -100,3 +100,13 @@ def test_files_name_a_model(tmp_path, monkeypatch):
     assert artifact.find(here, None) is None
     artifact.write_calibration(artifact.kept_path(here), artifact.read_calibration(TINY))
     assert artifact.find(here, None).path.stem == here
+
+
+def test_pieces_are_spread_and_bounded():
+    assert _pieces(10, 20, 16) == [(10, 10)]
+    assert _pieces(0, 1 << 30, 1) == [((1 << 29) - PIECE // 2, PIECE)]
+    spread = _pieces(100, 100 + (1 << 20), 16)
+    assert spread[0] == (100, PIECE) and sum(spread[-1]) == 100 + (1 << 20)
+    gaps = np.diff([start for start, _ in spread])
+    assert len(spread) == 16 and gaps.min() >= PIECE and gaps.max() - gaps.min() <= 1
+    assert PIECES * PIECE == 64 << 20

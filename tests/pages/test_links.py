@@ -17,3 +17,8 @@ def test_links_lead_somewhere(subtests):
                     assert anchor in repo_pages.anchors(target.read_text(encoding="utf-8")), (
                         f"{link}: {target.name} has no such heading"
                     )
+
+
+def test_what_counts_as_a_link():
+    text = '[a](b.md) `[c](d.md)` ![e](f.svg) <img src="g.png"> [h](https://x.org) [i](#j)'
+    assert repo_pages.links(text) == ["b.md", "f.svg", "g.png", "#j"]
