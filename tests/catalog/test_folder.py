@@ -158,3 +158,9 @@ def test_no_code_is_fetched():
     names = ("modeling_llama.py", "kernel.so", "setup.cfg", "pytorch_model.bin", "model.pkl")
     assert not any(fnmatch(name, pattern) for name in names for pattern in PATTERNS)
     assert all(any(fnmatch(n, p) for p in PATTERNS) for n in ("config.json", "model.safetensors"))
+
+
+def test_faults_of_our_own_are_not_hidden(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load("gemma-3-1b")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlxkv.catalog import bounded, rendering
-from mlxkv.catalog.bounded import Process, ProcessStopped
+from mlxkv.catalog.bounded import Excess, Process, ProcessStopped
 from mlxkv.catalog.rendering import RENDERER, bound
 from mlxkv.errors import MachineError, UserError
 
@@ -166,3 +166,12 @@ def test_the_process_ends_with_its_pipe():
     assert time.perf_counter() - start < 30
     process.stdout.close()
     assert rendering.RENDERER is RENDERER
+
+
+def test_excess_that_depends_on_the_messages(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'go' %}{{ 'a' * 99999999999 }}{% endif %}"
+    )
+    bound(tokenizer, tmp_path)
+    with pytest.raises(Excess):
+        tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False)

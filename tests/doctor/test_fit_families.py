@@ -64,6 +64,7 @@ ALIASES = {
     "gemma-4-e4b": (None, 2),
     "glm-4.7-flash": (29.9, 6.61),
     "gpt-oss-20b": (20.9, 3),
+    "gpt-oss-120b": (None, 4.5),
     "llama-3.1-8b": (8.03, None),
     "minimax-m2.5": (228.7, 31),
     "phi-4-mini": (3.84, None),
@@ -71,7 +72,10 @@ ALIASES = {
     "qwen3-coder-30b": (30.5, 12),
     "qwen3.5-35b": (34.7, None),
     "qwen3.5-4b": (None, 4),
+    "qwen3.5-9b": (None, 4),
     "qwen3.6-27b": (None, 8),
+    "qwen3.6-35b": (None, 2.5),
+    "qwen3.8-27b": (None, 8),
     "smollm2": (0.1345, None),
     "smollm3-3b": (3.08, None),
 }
