@@ -102,7 +102,10 @@ def test_dead_and_sharp_heads(subtests, tmp_path):
     """Weights of one kv head are 0 or huge: a file that can be read, and caches near what is exact."""
     parts = {"q": slice(128), "k": slice(64), "v": slice(64), "o": (slice(None), slice(128))}
     path, x = tmp_path / "a.safetensors", mx.array(TEXT[:300])[None]
-    for names, size, bound in (("kv", 0, 0.05), ("qk", 100, 1)):
+    for names, size, bound in (
+        *(("kv", 0, 0.05), ("qkvo", 0, 0.05)),
+        *(("qk", 100, 1), ("v", 1e4, 0.05)),
+    ):
         with subtests.test(names=names, size=size):
             model = random_model("llama", seed=3)
             for layer in model.layers:

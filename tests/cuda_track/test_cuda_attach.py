@@ -81,7 +81,9 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
     for family, line in {
         "falcon": "uses cached keys or values as arrays",
         "minimax": "uses cache of its own",
+        "openai-gpt": "uses no cache of transformers",
         "deepseek_v32": "(indexed): full precision, indexed cache that grows: not supported",
+        "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
         "mamba": "layers 0-3 (state): full precision, constant size",
         "dots3_note_text": "layers 0-1 (indexed): full precision, indexed cache that grows: not",

@@ -168,20 +168,26 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
     assert rms(out, spec) < 2e-6
 
 
-def test_models_decode_by_kernels_as_by_plain_ops(trusted):
-    """Through mlx-lm's own loop: prefill, decoding, pages quantized on the way."""
-    model, prompt, spoken = random_model("llama"), mx.arange(90) % 50, []
-    model.set_dtype(mx.float16)
-    for made in (make_tiles, None):
-        with launch.using(made):
-            reports = [r.kernel for r in attach(model, SMALL)]
-            assert all(("tile" if made else "(no GPU here)") in kernel for kernel in reports)
-            cache = make_prompt_cache(model)
-            steps = generate_step(prompt, model, max_tokens=20, prompt_cache=cache)
-            spoken.append([int(token) for token, _ in steps])
-            assert {type(c.store) for c in cache} == {Records if made else Codes}
-            detach(model)
-    assert spoken[0] == spoken[1]
+def test_models_decode_by_kernels_as_by_plain_ops(subtests, trusted):
+    """Through mlx-lm's own loop: prefill, decoding, pages quantized on the way; attention sinks too."""
+    for factory, family, dtype, same in (
+        (make, "gpt_oss", mx.float32, 26),
+        (make_tiles, "llama", mx.float16, 20),  # then rounding may part them
+    ):
+        model, prompt, spoken = random_model(family), mx.arange(90) % 50, []
+        model.set_dtype(dtype)
+        for made in (factory, None):
+            with subtests.test(family=family, made=made), launch.using(made):
+                reports = [r.kernel for r in attach(model, SMALL) if r.compressed]
+                assert all(("(no GPU here)" in kernel) == (made is None) for kernel in reports)
+                assert all(("tile" in kernel) == (made is make_tiles) for kernel in reports)
+                cache = make_prompt_cache(model)
+                steps = generate_step(prompt, model, max_tokens=26, prompt_cache=cache)
+                spoken.append([int(token) for token, _ in steps])
+                stores = {type(c.store) for c in cache if isinstance(c, CompressedKVCache)}
+                assert stores == {Records if made else Codes}
+                detach(model)
+        assert spoken[0][:same] == spoken[1][:same]
 
 
 def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
@@ -208,6 +214,7 @@ def test_a_wrong_tile_product_is_not_used():
     faults = [
         ("a.w[2 * k + h]", "a.w[2 * h + k]"),
         ("value += simd_shuffle_xor(value, ushort(4));\nreturn", "return"),
+        ("b.w[1] = kv_halves(c.v[2], c.v[3]);", "b.w[1] = kv_halves(c.v[3], c.v[2]);"),
     ]
     for good, bad in faults:
 

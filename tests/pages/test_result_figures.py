@@ -26,6 +26,28 @@ KI = 1024
 EXACT = re.compile(r"<([\d.e-]+)>")
 SHOWN = r"(\d*\.?\d+)"
 
+# Figures of a machine's time, or of rows that are not in this repository: the page, a line that it has (a command or
+# a source), and the machine. Nothing here recomputes them.
+ELSEWHERE = {
+    "cuda.md": [("python -m cuda_track.bench --formats int4,int2", "one NVIDIA H200")],
+    "families.md": [
+        ("python -m experiments.families.mlx --out", "AMD EPYC"),
+        ("python -m experiments.families.vlm --out", "AMD EPYC"),
+        ("python -m experiments.families --out", "AMD EPYC"),
+    ],
+    "history.md": [("git worktree add ../before-4023461 4023461", "commit 4023461")],
+    "papers.md": [("Their pages are at commit 4023461", "commit 4023461")],
+    "parity.md": [("python -m cuda_track.golden.parity", "NVIDIA H200")],
+    "peer_tests.md": [("python -m experiments.peer_tests --tests FOLDER", "AMD EPYC")],
+    "positions.md": [("the scripts were trials outside the repository", "two CPU cores")],
+    "pretrained.md": [],
+    "reports.md": [],
+    "serve.md": [
+        ("python -m experiments.serving load", "two x86-64 cores"),
+        ("python -m experiments.serving reuse", "two x86-64 cores"),
+    ],
+}
+
 
 @cache
 def rows(folder: str = "pretrained") -> dict[str, Cells]:
@@ -276,6 +298,14 @@ def page(name: str) -> Path:
     return repo_pages.ROOT / name
 
 
+def places(text: str, template: str, whole: bool = False) -> list[int]:
+    """Return where on a page, or in a cell, the characters of the numbers are that a template computes."""
+    pattern = _pattern(template)
+    found = re.fullmatch(pattern, text) if whole else re.search(pattern, text)
+    return [i for group in range(1, found.re.groups + 1) for i in range(*found.span(group))]
+
+
+NAMED = re.compile(r"`[^`]*`|\]\([^)]*\)")  # names of presets and files, links
 CELLS = {"docs/results/papers.md": PAPERS, "docs/results/history.md": HISTORY}
 
 
@@ -303,6 +333,39 @@ def test_figures_are_those_of_the_rows(name, subtests):
             assert not misfit(text, template, is_whole)
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_one_changed_digit_is_found(name):
+    """Every digit of every figure that is computed."""
+    changed = 0
+    for template, text, is_whole in checked(name, page(name).read_text(encoding="utf-8")):
+        for place in places(text, template, is_whole):
+            if text[place].isdigit():
+                other = str((int(text[place]) + 1) % 10)
+                assert misfit(text[:place] + other + text[place + 1 :], template, is_whole)
+                changed += 1
+    assert changed > 30
+
+
+def test_all_that_rests_on_real_models_is_computed():
+    """Rows that name another source have no rows in this repository."""
+    for row in tables(page("docs/results/papers.md").read_text(encoding="utf-8")):
+        if len(row) == 4 and re.search(r"\breal\b", row[3]):
+            assert sum(row[0].startswith(start) for start in PAPERS) == 1, row[0]
+    history = page("docs/results/history.md").read_text(encoding="utf-8")
+    for row in tables(history[history.index("## What real models") :]):
+        if len(row) > 2 and re.search(r"\d", NAMED.sub("", row[2])):
+            assert sum(row[0].startswith(start) for start in HISTORY) == 1, row[0]
+
+
+def test_what_is_not_computed_names_its_source(subtests):
+    assert {path.name for path in RESULTS.glob("*.md")} == set(ELSEWHERE)
+    for name, sources in ELSEWHERE.items():
+        text = (RESULTS / name).read_text(encoding="utf-8")
+        for source in sources:
+            with subtests.test(name=name, source=source):
+                assert all(part in text for part in source)
+
+
 def test_the_table_of_stages_is_that_of_its_rows():
     text = stages.PAGE.read_text(encoding="utf-8")
     assert stages.table() in text and text == stages.page(text)
@@ -325,6 +388,38 @@ def test_counts_of_presets():
         assert said in text and len(re.findall(r"\b\d+ presets\b", text)) <= 2, name
     assert texts == 4
     assert f"without one, {on_cpu} presets on four texts" in page("docs/reproduce.md").read_text()
+
+
+def test_counts_of_families_add_up():
+    """Each sum of families.md is that of its parts, and each part that has a list is as long as the list."""
+    text = (RESULTS / "families.md").read_text(encoding="utf-8")
+    whole = [*map(int, re.findall(r"^(\d+) (?:files|families):", text, re.M))]
+    built = [*map(int, re.findall(r": (\d+) built and compared", text))]
+    layered = [*map(int, re.findall(r", (\d+) of them with compressed layers", text))]
+    alone = [*map(int, re.findall(r"layers, (\d+) (?:without any|run as|refused)", text))]
+    left = [*map(int, re.findall(r"(\d+) (?:do not run here|were not compared)", text))]
+    assert [a + b for a, b in zip(built, left, strict=True)] == whole
+    assert [a + b for a, b in zip(layered, alone, strict=True)] == built
+    assert re.findall(r"(\d+) with a fault", text) == ["0"] * 3
+    mlx, vlm, torch = text.split("\n## ")[1:]
+    for section, count, plain in ((mlx, layered[0], alone[0]), (vlm, layered[1], alone[1])):
+        lists = re.findall(r"^- (Compressed|Left)[^:]*: (.*)\.$", section, re.M)
+        lengths = {"Compressed": 0, "Left": 0}
+        for kind, names in lists:
+            found = (
+                re.findall(r"\(([^)]*)\)", names)
+                if section is vlm and kind == "Left"
+                else [re.sub(r"\([^)]*\)", "", names)]
+            )
+            lengths[kind] += sum(len(x.split(", ")) for x in found)
+        assert lengths["Compressed"] == count and lengths["Left"] == plain, lengths
+    assert f"- Left as they are, {alone[1]}:" in vlm and f"- Left as they are, {alone[2]}:" in torch
+    parts = re.search(r"every layer, (\d+): .* grows, (\d+): ", torch)
+    assert int(parts[1]) + int(parts[2]) == layered[2]
+    last = re.search(
+        r"(\d+) files of mlx-lm, (\d+) families of mlx-vlm .*, (\d+) of transformers", text
+    )
+    assert [*map(int, last.groups())] == left
 
 
 def test_speeds_of_latents_are_those_of_the_kept_rows():

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from methods import config_named
 from mlx_lm.models.cache import make_prompt_cache
-from on_emulator import make, make_tiles
+from on_emulator import make, make_mma, make_tiles
 from random_models import random_model, tokens
 from step_twins import Twins, same_caches, small, steps_of, untraced
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("trusted")
 BODIES = {
     "portable": (make, mx.float32, PortableBackend),
     "tiles": (make_tiles, mx.float16, TileBackend),
+    "mma": (make_mma, mx.bfloat16, TileBackend),
 }
 PAGES = small(Side(Affine(4), "srft"), Side(Affine(3, 32)), sink=5, recent=16, page=16)
 CHANNELS = small(Side(Affine(4, 32, axis="channel")), Side(Affine(4, 64)), recent=32, page=32)

@@ -40,11 +40,16 @@ def calls(count: int, arguments: str = "{}") -> dict:
 PAIRS = {f"k{i}": i for i in range(100_000)}
 HEAVY = {
     "a word": (CHAT, chat("a" * MEGABYTE)),
+    "digits": (CHAT, chat("1234567890" * (MEGABYTE // 10))),
     "words to count": (COUNT, chat("so much " * (MEGABYTE // 8))),
+    "special tokens": (CHAT, chat("<s>" * (MEGABYTE // 3))),
     "fields": (CHAT, chat(**PAIRS)),
+    "pairs": (CHAT, chat(metadata=PAIRS)),
     "pairs of a call": (CHAT, calls(1, json.dumps(PAIRS))),
+    "calls": (CHAT, calls(15_000)),
     "messages": (CHAT, {"messages": chat()["messages"] * 30_000}),
     "parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]}),
+    "stop words": (CHAT, chat(stop=["a"] * 90_000)),
 }  # fmt: skip
 
 
