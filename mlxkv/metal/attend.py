@@ -32,8 +32,8 @@ from mlxkv.metal.template import (
 SIMDGROUPS = 4  # per threadgroup
 SPLIT_RECORDS = 16  # minimum records per split, so that merging stays small
 FEW_RECORDS = 2 * SIMDGROUPS  # minimum records per split where the number of cores decides
-# Threadgroups to launch per Apple core, which has room for six (4 simdgroups, 128 registers).
-PER_CORE = 4
+# Simdgroups to launch per Apple core.
+PER_CORE = 16
 MAX_SPLITS = 128
 MOST_NEW = DECODE_TOKENS  # most new tokens per call of `attend`: more are a prefill
 # Query rows per threadgroup: of codes that are multiplied as they are, of those that are decoded first.
@@ -153,7 +153,7 @@ def _dequantize_template(layout: RecordLayout) -> dict[str, object]:
 @lru_cache(maxsize=256)
 def _attend_template(layout: RecordLayout, dims: int, parts: int) -> dict[str, object]:
     mixed_bits = layout.mixed_bits  # one kernel serves all layers
-    decoded = _decoded(layout.keys, dims, parts), _decoded(layout.values, dims, parts)
+    decoded = _decoded(layout.keys, parts), _decoded(layout.values, parts)
     return {
         "D": dims,
         "RK": dims if mixed_bits else layout.keys.dims,
@@ -169,8 +169,11 @@ def _attend_template(layout: RecordLayout, dims: int, parts: int) -> dict[str, o
     }
 
 
-def _decoded(at: SideLayout, dims: int, parts: int) -> bool:
-    """Return whether `attend` decodes numbers before it multiplies them, rather than multiply codes."""
+def _decoded(at: SideLayout, parts: int) -> bool:
+    """Return whether `attend` decodes a side before it multiplies, rather than multiply codes.
+
+    parts: simdgroups that share the dims of a token.
+    """
     if at.widths:
         return False
     if at.kind not in MULTIPLIED:
@@ -212,7 +215,9 @@ def attend(
     tiles = -(-rows // tile)
     second_count = more_runs[0].records if more_runs else 0
     counts = lengths.division.records, *(more.records for more in more_runs)
-    wanted = splits_for(sum(counts), window_units, batch * heads * tiles, gpu.cores(builder))
+    wanted = splits_for(
+        sum(counts), window_units, batch * heads * tiles * simdgroups, gpu.cores(builder)
+    )
     splits = Splits.of_runs(wanted, counts)
     q_pages, up = _transformed(run, q.astype(mx.float32)), _up(run)
     second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
@@ -325,16 +330,16 @@ def tile_of(layout: RecordLayout, dims: int, rows: int) -> tuple[int, int, int]:
     return tile, parts, max(parts, SIMDGROUPS if tile * blocks <= FEW_BLOCKS else SIMDGROUPS // 2)
 
 
-def splits_for(records: int, windows: int, head_tiles: int, cores: int | None) -> tuple[int, int]:
+def splits_for(records: int, windows: int, simdgroups: int, cores: int | None) -> tuple[int, int]:
     """Return the number of splits of a head's records, and of its windows.
 
-    windows: units of 16 tokens. head_tiles: heads times tiles of rows. cores: GPU cores; None: use splits of
-    `SPLIT_RECORDS`.
+    windows: units of 16 tokens. simdgroups: of all heads and tiles of rows, with one split. cores: GPU cores; None: use
+    splits of `SPLIT_RECORDS`.
     """
     if cores is None:
         return min(MAX_SPLITS, max(1, -(-records // SPLIT_RECORDS))), 1
     limit = MAX_SPLITS // 2  # for each, so that the merge fits both
-    pages = max(1, min(limit, round(PER_CORE * cores / head_tiles), -(-records // FEW_RECORDS)))
+    pages = max(1, min(limit, round(PER_CORE * cores / simdgroups), -(-records // FEW_RECORDS)))
     # Windows have separate splits, each with at least as many units as a split of the records.
     least_units = max(SIMDGROUPS, -(-records // pages))
     return pages, max(1, min(limit, -(-windows // least_units)))

@@ -90,6 +90,15 @@ def test_portable_attention_is_softmax_over_what_is_stored(subtests):
             assert run(method, method.dims, 6, 3, mx.float32, make) < 4e-6
 
 
+def test_portable_attention_of_other_shapes(subtests):
+    for name, dims, heads, new, dtype in [
+        ("channels of both", 40, 2, 8, mx.float32),
+        ("polar", 192, 2, 1, mx.float32),
+    ]:
+        with subtests.test(name=name, dims=dims, heads=heads):
+            assert run(METHODS[name], dims, heads, new, dtype, make) < 2e-6
+
+
 def test_simdgroups_that_share_tokens_make_probabilities_of_their_own_rows(subtests):
     """Teams of two and four, whose scores have parts that their tokens share: biases of channels."""
     for dims, dtype, bound in ((128, mx.float32, 4e-6), (256, mx.float16, 3e-3)):

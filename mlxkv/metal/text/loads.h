@@ -60,28 +60,17 @@ inline void kv_load(const device T* from, thread float* v) {
   }
 }
 
-// COUNT of the WORDS words of a lane (`kv_word_at`) from word `first` on, a multiple of COUNT, by the widest
-// loads; zeros after the last.
+// COUNT of the WORDS words of a lane (`kv_word_at`) from word `first` on, a multiple of COUNT, by the widest loads: of a
+// side that begins at word `at` of `from`, an index of 32 bits that a load adds itself.
 template <int WORDS, int COUNT>
-inline void kv_load_some(const device uint* side, int lane, int first, thread uint* words) {
+inline void kv_load_some(const device uint* from, uint at, uint lane, uint first, thread uint* words) {
+  constexpr uint OF = kv_vector(WORDS);  // words of a lane side by side
   constexpr int STEP = kv_vector(WORDS) < kv_vector(COUNT) ? kv_vector(WORDS) : kv_vector(COUNT);
 #pragma unroll
   for (int m = 0; m < COUNT; m += STEP) {
-    if (first + m < WORDS) {
-      kv_load_words<STEP>(side + uint(kv_word_at(first + m, lane, WORDS)), words + m);
-    } else {
-#pragma unroll
-      for (int n = 0; n < STEP; n++) {
-        words[m + n] = 0u;
-      }
-    }
+    const uint n = first + uint(m);
+    kv_load_words<STEP>(from + (at + n / OF * (32u * OF) + lane * OF + n % OF), words + m);
   }
-}
-
-// All WORDS words of a lane.
-template <int WORDS>
-inline void kv_load_lane(const device uint* side, int lane, thread uint* words) {
-  kv_load_some<WORDS, WORDS>(side, lane, 0, words);
 }
 
 // COUNT halves (4 or 8) of a header by one load, from a multiple of COUNT on.

@@ -79,10 +79,6 @@ inline uint kv_query_place(uint at, int i) {
   return (place & ~7u) + 2u * (place & 2u) + (place & 4u) / 2u + (place & 1u);
 }
 
-constexpr int kv_place_of(int i) {
-  return 4 * (i % 4 / 2) + 2 * (i / 4) + i % 2;
-}
-
 // Four queries, from four `at` on.
 template <int WIDE>
 inline void kv_four_queries(kv_quads queries, uint at, thread float* q) {
@@ -101,19 +97,6 @@ inline void kv_four_queries(kv_quads queries, uint at, thread float* q) {
   }
 }
 
-// COUNT of the WORDS words of a lane (`kv_word_at`) from word `first` on, a multiple of COUNT: of a side that begins at
-// word `at` of `from`, an index of 32 bits that a load adds itself.
-template <int WORDS, int COUNT>
-inline void kv_load_at(const device uint* from, uint at, uint lane, uint first, thread uint* words) {
-  constexpr uint OF = kv_vector(WORDS);  // words of a lane side by side
-  constexpr int STEP = kv_vector(WORDS) < kv_vector(COUNT) ? kv_vector(WORDS) : kv_vector(COUNT);
-#pragma unroll
-  for (int m = 0; m < COUNT; m += STEP) {
-    const uint n = first + uint(m);
-    kv_load_words<STEP>(from + (at + n / OF * (32u * OF) + lane * OF + n % OF), words + m);
-  }
-}
-
 // Codes of slots (r, p, half 0 and 1) of block j as halves, larger by `kv_code_offset`: a code is placed in the
 // mantissa of a half where it stands in its word, so that most need no shift.
 template <int BITS>
@@ -129,8 +112,9 @@ inline uint kv_code_halves(uint word, uint high, int j, int r, int p) {
   if (BITS == 2) {
     return x;
   }
-  const int shift = kv_high_bit(j, r, p, 0) - 2 * p - 2;
-  return x | ((shift < 0 ? high << (shift < 0 ? -shift : 0) : high >> (shift < 0 ? 0 : shift)) & (0x00040004u << (2 * p)));
+  const int shift = kv_high_bit(j, r, p, 0) - 2 * p - 2;  // from the third bit's place to that above the two
+  const uint third = shift < 0 ? high << (shift < 0 ? -shift : 0) : high >> (shift < 0 ? 0 : shift);
+  return x | (third & (0x00040004u << (2 * p)));
 }
 
 template <int BITS>

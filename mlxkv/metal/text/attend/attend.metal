@@ -54,6 +54,9 @@ constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
+// Numbers in a header that a group of tokens shares.
+constexpr uint CHANNEL_NUMBERS_K = (SYMMETRIC_K ? 1 : 2) * 32 * BK;
+constexpr uint CHANNEL_NUMBERS_V = (SYMMETRIC_V ? 1 : 2) * 32 * BV;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
 constexpr bool RAW_V = BITS_V == 16;
 // Codes are multiplied as they are, unless DECODED: scales of tokens multiply scores and probabilities, scales of
@@ -72,7 +75,7 @@ constexpr uint SHARED = PARTIAL + 8u * QT * SCALED + 2u;  // and probabilities, 
 constexpr bool WIDE_Q = WIDE || DECODED_K;
 threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
 threadgroup float4 shared_words[TEAMS * SHARED];
-// Sums over the tokens of a lane, for its rows: of probabilities, and of those times the scales and the biases of values.
+// Sums over a lane's tokens, for each of its rows: of probabilities, and of those times scales and biases of values.
 constexpr int MORE = 2 * SCALED;
 constexpr int SUMS = (OWN * (1 + MORE) + 3) / 4 * 4;
 threadgroup float4 sum_words[S * 8 * SUMS];
@@ -160,7 +163,7 @@ for (int i = 0; i < QT * OB * 4; i++) {
 threadgroup float4 query_sums[QT];
 #pragma unroll
 for (int q = 0; q < QT; q++) {
-  if (!DECODED_K && !FOLDED) {
+  if (!FOLDED) {
     float all = 0.0f;
     float larger = 0.0f;
     for (uint i = lane; i < 32u * BK; i += 32u) {
@@ -197,8 +200,7 @@ KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)he
 const kv_four shared = (kv_four)shared_words + team * SHARED;
 const kv_four weights = shared + PARTIAL;
 const kv_floats weight_floats = (kv_floats)weights;
-const kv_four shrinks_words = weights + 8u * QT * SCALED;
-const kv_floats shrinks = (kv_floats)shrinks_words;
+const kv_four shrinks = weights + 8u * QT * SCALED;
 const uint first_own = own_part * uint(OWN);
 const kv_quads queries = (kv_quads)query_words;
 // Of the lane's dims: in eights, and as numbers.

@@ -3,12 +3,12 @@ if (paged) {
   int unit = part * each + int(team) * CHUNK;
 #pragma unroll 1
   while (unit < stop) {
+    const device uint* header = run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER);
+    const uint place = (first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u;  // the first token's, in its page
     if (FOLDED && unit % CHUNK == 0) {
       // Queries times scales of channels, four dims a lane; biases, and what codes are larger by, add a number that the
       // scores of all these tokens share.
-      const uint place = first_record + uint(unit);
-      const device half* numbers = (const device half*)(run_headers + place / uint(PAGE_RECORDS) * uint(HEADER)) +
-          place % uint(PAGE_RECORDS) * 16u / uint(GROUP_K) * uint((SYMMETRIC_K ? 1 : 2) * 32 * BK);
+      const device half* numbers = (const device half*)header + place / uint(GROUP_K) * CHANNEL_NUMBERS_K;
       kv_team_barrier<PARTS>();
       const kv_four fold = shared + own_part * 8u * QT;
       const kv_floats fold_floats = (kv_floats)fold;
@@ -44,7 +44,8 @@ if (paged) {
             } else {
 #pragma unroll
               for (int d = 0; d < 4; d++) {
-                query[d] = dim + uint(d) < uint(key_dims) ? q_pages[at + (dim + uint(d) < uint(key_dims) ? uint(d) : 0u)] : 0.0f;
+                const bool exists = dim + uint(d) < uint(key_dims);
+                query[d] = exists ? q_pages[at + (exists ? uint(d) : 0u)] : 0.0f;
               }
             }
           }
@@ -82,13 +83,13 @@ if (paged) {
       kv_team_barrier<PARTS>();
     }
     {
-      // The lane's number, which a compiler cannot know to be the same in every turn: it would keep each address that follows
-      // from it in a register of its own.
+      // The lane's number, which a compiler cannot know to be the same in every turn: it would keep each address that
+      // follows from it in a register of its own.
       const uint lane_now = lane + (uint(unit) >> 31);
       const uint record = (first_record + uint(unit)) * uint(record_words);  // its first word
       const uint other = unit + 1 < stop ? uint(record_words) : 0u;  // words to the second record
 #if WITH_PLAIN_K
-      if (!DECODED_K) {
+      {
         constexpr int AT_ONCE = BITS_K == 3 ? 2 : 1;  // blocks that share a word
         constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K / 2;
         constexpr bool FULL = BK % PARTS == 0 && PK % AT_ONCE == 0;  // no block is beyond the last
@@ -103,8 +104,8 @@ if (paged) {
           const uint first_block = FULL ? wanted : metal::min(wanted, uint(BK - 1) / uint(AT_ONCE) * uint(AT_ONCE));
           const uint first_word = first_block / uint(AT_ONCE) * uint(LOADED);
           uint words[2 * LOADED];
-          kv_load_at<WORDS_K, LOADED>(run, record, lane, first_word, words);
-          kv_load_at<WORDS_K, LOADED>(run, record + other, lane, first_word, words + LOADED);
+          kv_load_some<WORDS_K, LOADED>(run, record, lane, first_word, words);
+          kv_load_some<WORDS_K, LOADED>(run, record + other, lane, first_word, words + LOADED);
 #pragma unroll
           for (int b = 0; b < AT_ONCE; b++) {
             const uint j = first_block + uint(b);
@@ -139,14 +140,14 @@ if (paged) {
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          kv_store_shared<QT>(shared, (8u * uint(i) + lane_now / 4u) * TOKEN + 4u * own_part + lane_now % 4u, s + i * QT);
+          const uint token = 8u * uint(i) + lane_now / 4u;
+          kv_store_shared<QT>(shared, token * TOKEN + 4u * own_part + lane_now % 4u, s + i * QT);
         }
       }
 #endif
 #if WITH_TREE
-      const device half* books = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER));
       if (TREE_K == 2) {
-        tree_k = kv_tree<2, 1>(books_k, books, lane);
+        tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
       }
 #endif
 #if WITH_MIXED_BITS || WITH_DECODED_K
@@ -169,7 +170,8 @@ if (paged) {
             for (int q = 0; q < QT; q++) {
 #pragma unroll
               for (int i = 0; i < 4; i++) {
-                const float query = q_tile[kv_query_place(8u * (eights_at - t + uint(q * QB * 4)) + 16u * uint(b) + 4u * t, i)];
+                const uint of_row = 8u * (eights_at - t + uint(q * QB * 4));
+                const float query = q_tile[kv_query_place(of_row + 16u * uint(b) + 4u * t, i)];
                 s[q] = metal::fma(query, k[i], s[q]);
                 s[QT + q] = metal::fma(query, k[4 + i], s[QT + q]);
               }
@@ -183,7 +185,7 @@ if (paged) {
         constexpr int PAIRS = RK / 2;
         constexpr int HALF_BLOCKS = BK / 2;
         constexpr int PART_BLOCKS = (HALF_BLOCKS + PARTS - 1) / PARTS;
-        const device half* page_numbers = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * HEADER);
+        const device half* page_numbers = (const device half*)header;
 #pragma unroll 1
         for (int n = 0; n < PART_BLOCKS; n++) {
           const int j = int(own_part) * PART_BLOCKS + n;  // the other half of a pair is BK / 2 blocks further
@@ -194,11 +196,11 @@ if (paged) {
             uint radii[WORDS];
             uint angles[WORDS];
             uint high[2] = {0u, 0u};
-            kv_load_some<WORDS_K, WORDS>(from, lane, kv_slot_word<BITS_K>(j, 0, 0), radii);
-            kv_load_some<WORDS_K, WORDS>(from, lane, kv_slot_word<BITS_K>(other_block, 0, 0), angles);
+            kv_load_some<WORDS_K, WORDS>(run, of, lane, uint(kv_slot_word<BITS_K>(j, 0, 0)), radii);
+            kv_load_some<WORDS_K, WORDS>(run, of, lane, uint(kv_slot_word<BITS_K>(other_block, 0, 0)), angles);
             if (BITS_K == 3) {
-              kv_load_some<WORDS_K, 1>(from, lane, kv_high_word(j), high);
-              kv_load_some<WORDS_K, 1>(from, lane, kv_high_word(other_block), high + 1);
+              kv_load_some<WORDS_K, 1>(run, of, lane, uint(kv_high_word(j)), high);
+              kv_load_some<WORDS_K, 1>(run, of, lane, uint(kv_high_word(other_block)), high + 1);
             }
             // Four pairs at a time: registers.
 #pragma unroll 1
@@ -240,10 +242,11 @@ if (paged) {
 #endif
 #if WITH_DECODED_K
       if (DECODED_K && !PAIRS_K) {
-        constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K == 16 ? 8 : BITS_K / 2;  // words of a block, or of two of 3 bits
+        // Words of a block, or of two of 3 bits.
+        constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K == 16 ? 8 : BITS_K / 2;
 #if WITH_CHANNEL
-        const device half* page_numbers = (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * HEADER) +
-            (CHANNEL_K ? ((first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u + e) / uint(GROUP_K) * uint((SYMMETRIC_K ? 1 : 2) * 32 * BK) : 0u);
+        const device half* page_numbers =
+            (const device half*)header + (CHANNEL_K ? (place + e) / uint(GROUP_K) * CHANNEL_NUMBERS_K : 0u);
 #endif
 #pragma unroll 1
         for (int n = 0; n < PK; n++) {
@@ -252,7 +255,7 @@ if (paged) {
             const device uint* from = run + of;
             const device half* numbers = (const device half*)(from + 32 * WORDS_K);
             uint words[LOADED];
-            kv_load_some<WORDS_K, LOADED>(from, lane, (BITS_K == 3 ? j / 2 : j) * LOADED, words);
+            kv_load_some<WORDS_K, LOADED>(run, of, lane, uint((BITS_K == 3 ? j / 2 : j) * LOADED), words);
             const uint high = BITS_K == 3 ? words[LOADED - 1] >> (8 * (j % 2)) : 0u;
 #pragma unroll
             for (int r = 0; r < 2; r++) {

@@ -6,7 +6,7 @@
       const device uint* own_record = run + (record + (lane < 16u ? 0u : other));  // of the lane's token
       const int token = int(lane % 16u);
 #if WITH_PLAIN_K
-      if (!DECODED_K && !CHANNEL_K && !MIXED) {
+      if (!CHANNEL_K) {
         const device half* numbers = (const device half*)(own_record + 32 * WORDS_K);
         const float step = float(numbers[kv_key_number(token, 0, 0, 1, SYMMETRIC_K)]);
         const float bias =
@@ -20,7 +20,7 @@
       if (FOLDED) {
 #pragma unroll
         for (int q = 0; q < OWN; q++) {
-          #pragma unroll
+#pragma unroll
           for (uint i = 0u; i < uint(PARTS); i++) {
             p[q] += common[(team * uint(PARTS) + i) * uint(QT) + first_own + uint(q)];
           }
@@ -54,7 +54,7 @@
         times = float(((const device half*)(own_record + record_words - 8))[kv_value_number(token, 0, 0, 1)]);
 #endif
 #if WITH_PLAIN_V
-        if (!DECODED_V && !MIXED) {
+        {
           const device half* numbers = (const device half*)(own_record + SIDE_K + 32 * WORDS_V);
           times = float(numbers[kv_value_number(token, i, 0, GROUPS_V)]);
           const float lowest = SYMMETRIC_V ? -0.5f * STEPS_V * times
@@ -69,18 +69,19 @@
 #endif
 #pragma unroll
         for (int q = 0; q < OWN; q++) {
-          weight_floats[((uint(i) * 16u + lane_now / 2u) * uint(QT) + first_own + uint(q)) * 2u + lane_now % 2u] = p[q] * times;
+          const uint pair = (uint(i) * 16u + lane_now / 2u) * uint(QT) + first_own + uint(q);  // of two tokens
+          weight_floats[2u * pair + lane_now % 2u] = p[q] * times;
         }
       }
       kv_store_shared<SUMS>(sums, lane_now, sum);
       if (lane < uint(OWN)) {
-        shrinks[first_own + lane] = kv_one_of<OWN>(shrink, lane);
+        ((kv_floats)shrinks)[first_own + lane] = kv_one_of<OWN>(shrink, lane);
       }
       kv_team_barrier<PARTS>();
-      kv_rescale<QT, OB * 4>(shrinks_words, o);
+      kv_rescale<QT, OB * 4>(shrinks, o);
 #if WITH_TREE
       if (TREE_V == 2) {
-        tree_v = kv_tree<2, 1>(books_v, books + 2 * HEADER_K, lane);
+        tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
       }
 #endif
 #if WITH_DECODED_V
@@ -114,15 +115,15 @@
         }
 #endif
 #if WITH_PLAIN_V
-        if (!DECODED_V && !MIXED) {
+        {
           constexpr int AT_ONCE = BITS_V == 3 ? 2 : 1;  // blocks that share a word
           constexpr int LOADED = BITS_V == 3 ? 3 : BITS_V / 2;
           uint words[(PV + AT_ONCE - 1) / AT_ONCE * LOADED];
 #pragma unroll
           for (int n = 0; n < (BITS_V == 8 ? 0 : PV); n += AT_ONCE) {
-            kv_load_at<WORDS_V, LOADED>(
-                run, of + uint(SIDE_K), lane, kv_block<BV, PARTS>(uint(PV) * own_part + uint(n)) / uint(AT_ONCE) * uint(LOADED),
-                words + n / AT_ONCE * LOADED);
+            const uint block = kv_block<BV, PARTS>(uint(PV) * own_part + uint(n));
+            kv_load_some<WORDS_V, LOADED>(
+                run, of + uint(SIDE_K), lane, block / uint(AT_ONCE) * uint(LOADED), words + n / AT_ONCE * LOADED);
           }
 #pragma unroll
           for (int r = 0; r < 2; r++) {
@@ -130,8 +131,9 @@
 #pragma unroll
             for (int n = 0; n < PV; n++) {
               if (BITS_V == 8) {  // half a block at a time: registers
-                kv_load_at<WORDS_V, BITS_V == 8 ? 2 : 1>(
-                    run, of + uint(SIDE_K), lane, 4u * kv_block<BV, PARTS>(uint(PV) * own_part + uint(n)) + uint(2 * r), words);
+                const uint block = kv_block<BV, PARTS>(uint(PV) * own_part + uint(n));
+                kv_load_some<WORDS_V, BITS_V == 8 ? 2 : 1>(
+                    run, of + uint(SIDE_K), lane, 4u * block + uint(2 * r), words);
               }
               if (BV % PARTS == 0 || uint(PV) * own_part + uint(n) < uint(BV)) {
                 // Weights of the block's group.
@@ -165,11 +167,11 @@
           const device uint* side = run + (of + uint(SIDE_K));
           const device half* numbers = (const device half*)(side + 32 * WORDS_V);
 #if WITH_CHANNEL
-          const device half* page_numbers =
-              (const device half*)(run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER) + uint(HEADER_K)) +
-              (CHANNEL_V ? ((first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u + e) / uint(GROUP_V) * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
+          const device half* page_numbers = (const device half*)(header + HEADER_K) +
+              (CHANNEL_V ? (place + e) / uint(GROUP_V) * CHANNEL_NUMBERS_V : 0u);
 #endif
-          constexpr int LOADED = BITS_V == 3 ? 3 : BITS_V == 16 ? 8 : BITS_V / 2;  // words of a block, or of two of 3 bits
+          // Words of a block, or of two of 3 bits.
+          constexpr int LOADED = BITS_V == 3 ? 3 : BITS_V == 16 ? 8 : BITS_V / 2;
           float of_tokens[4 * QT];
           kv_load_shared<2 * QT>(weights, e / 2u + lane_now % 4u, of_tokens);
           kv_load_shared<2 * QT>(weights, e / 2u + 4u + t, of_tokens + 2 * QT);
@@ -178,7 +180,8 @@
             const int j = PV * int(own_part) + n;
             if (BV % PARTS == 0 || j < BV) {
               uint words[LOADED];
-              kv_load_some<WORDS_V, LOADED>(side, lane, (BITS_V == 3 ? j / 2 : j) * LOADED, words);
+              kv_load_some<WORDS_V, LOADED>(
+                  run, of + uint(SIDE_K), lane, uint((BITS_V == 3 ? j / 2 : j) * LOADED), words);
               const uint high = BITS_V == 3 ? words[LOADED - 1] >> (8 * (j % 2)) : 0u;
               float steps[4];  // of the lane's dims
               float biases[4];

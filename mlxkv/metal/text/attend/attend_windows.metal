@@ -44,7 +44,7 @@
           kv_four_queries<WIDE_Q>(queries, at_q + 1u, query + 4);
 #pragma unroll
           for (int i = 0; i < 16; i++) {
-            s[i / 8 * QT + q] = metal::fma(query[kv_place_of(i % 8)], k[i], s[i / 8 * QT + q]);
+            s[i / 8 * QT + q] = metal::fma(query[kv_query_place(0u, i % 8)], k[i], s[i / 8 * QT + q]);
           }
         }
       }
@@ -77,10 +77,10 @@
     }
     kv_store_shared<SUMS>(sums, lane, sum);
     if (lane < uint(OWN)) {
-      shrinks[first_own + lane] = kv_one_of<OWN>(shrink, lane);
+      ((kv_floats)shrinks)[first_own + lane] = kv_one_of<OWN>(shrink, lane);
     }
     kv_team_barrier<PARTS>();
-    kv_rescale<QT, OB * 4>(shrinks_words, o);
+    kv_rescale<QT, OB * 4>(shrinks, o);
 #pragma unroll 1
     for (int i = 0; i < 4; i++) {
       const bool of_sink = unit + i / 2 < sink_units;

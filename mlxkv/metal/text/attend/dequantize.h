@@ -108,7 +108,7 @@ inline void kv_dequantize_side(
   const device half* page_numbers = (const device half*)header +
       (CHANNEL ? 16 * place / GROUP * (SYMMETRIC ? 1 : 2) * 32 * BLOCKS : 0);
   uint words[WORDS];
-  kv_load_lane<WORDS>(side, lane, words);
+  kv_load_some<WORDS, WORDS>(side, 0u, uint(lane), 0u, words);
 #if WITH_PAIRS
   // Radius and angle of pairs of key dims: the other half is BLOCKS / 2 blocks further.
 #pragma unroll
