@@ -3,12 +3,13 @@ if (paged) {
   int unit = part * each + int(team) * CHUNK;
 #pragma unroll 1
   while (unit < stop) {
-    const device uint* header = run_headers + (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER);
+    const uint header = (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER);  // first word of the page's
     const uint place = (first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u;  // the first token's, in its page
     if (FOLDED && unit % CHUNK == 0) {
       // Queries times scales of channels, four dims a lane; biases, and what codes are larger by, add a number that the
       // scores of all these tokens share.
-      const device half* numbers = (const device half*)header + place / uint(GROUP_K) * CHANNEL_NUMBERS_K;
+      const device half* numbers =
+          (const device half*)(run_headers + header) + place / uint(GROUP_K) * CHANNEL_NUMBERS_K;
       kv_team_barrier<PARTS>();
       const kv_four fold = shared + own_part * 8u * QT;
       const kv_floats fold_floats = (kv_floats)fold;
@@ -146,8 +147,9 @@ if (paged) {
       }
 #endif
 #if WITH_TREE
+      const device half* books = (const device half*)(run_headers + header);
       if (TREE_K == 2) {
-        tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
+        tree_k = kv_tree<2, 1>(books_k, books, lane);
       }
 #endif
 #if WITH_MIXED_BITS || WITH_DECODED_K
@@ -185,7 +187,7 @@ if (paged) {
         constexpr int PAIRS = RK / 2;
         constexpr int HALF_BLOCKS = BK / 2;
         constexpr int PART_BLOCKS = (HALF_BLOCKS + PARTS - 1) / PARTS;
-        const device half* page_numbers = (const device half*)header;
+        const device half* page_numbers = (const device half*)(run_headers + header);
 #pragma unroll 1
         for (int n = 0; n < PART_BLOCKS; n++) {
           const int j = int(own_part) * PART_BLOCKS + n;  // the other half of a pair is BK / 2 blocks further
@@ -196,11 +198,11 @@ if (paged) {
             uint radii[WORDS];
             uint angles[WORDS];
             uint high[2] = {0u, 0u};
-            kv_load_some<WORDS_K, WORDS>(run, of, lane, uint(kv_slot_word<BITS_K>(j, 0, 0)), radii);
-            kv_load_some<WORDS_K, WORDS>(run, of, lane, uint(kv_slot_word<BITS_K>(other_block, 0, 0)), angles);
+            kv_load_some<WORDS_K, WORDS>(from, 0u, lane, uint(kv_slot_word<BITS_K>(j, 0, 0)), radii);
+            kv_load_some<WORDS_K, WORDS>(from, 0u, lane, uint(kv_slot_word<BITS_K>(other_block, 0, 0)), angles);
             if (BITS_K == 3) {
-              kv_load_some<WORDS_K, 1>(run, of, lane, uint(kv_high_word(j)), high);
-              kv_load_some<WORDS_K, 1>(run, of, lane, uint(kv_high_word(other_block)), high + 1);
+              kv_load_some<WORDS_K, 1>(from, 0u, lane, uint(kv_high_word(j)), high);
+              kv_load_some<WORDS_K, 1>(from, 0u, lane, uint(kv_high_word(other_block)), high + 1);
             }
             // Four pairs at a time: registers.
 #pragma unroll 1
@@ -246,7 +248,8 @@ if (paged) {
         constexpr int LOADED = BITS_K == 3 ? 3 : BITS_K == 16 ? 8 : BITS_K / 2;
 #if WITH_CHANNEL
         const device half* page_numbers =
-            (const device half*)header + (CHANNEL_K ? (place + e) / uint(GROUP_K) * CHANNEL_NUMBERS_K : 0u);
+            (const device half*)(run_headers + header) +
+            (CHANNEL_K ? (place + e) / uint(GROUP_K) * CHANNEL_NUMBERS_K : 0u);
 #endif
 #pragma unroll 1
         for (int n = 0; n < PK; n++) {

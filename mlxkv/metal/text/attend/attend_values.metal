@@ -81,7 +81,7 @@
       kv_rescale<QT, OB * 4>(shrinks, o);
 #if WITH_TREE
       if (TREE_V == 2) {
-        tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
+        tree_v = kv_tree<2, 1>(books_v, books + 2 * HEADER_K, lane);
       }
 #endif
 #if WITH_DECODED_V
@@ -167,7 +167,7 @@
           const device uint* side = run + (of + uint(SIDE_K));
           const device half* numbers = (const device half*)(side + 32 * WORDS_V);
 #if WITH_CHANNEL
-          const device half* page_numbers = (const device half*)(header + HEADER_K) +
+          const device half* page_numbers = (const device half*)(run_headers + (header + uint(HEADER_K))) +
               (CHANNEL_V ? (place + e) / uint(GROUP_V) * CHANNEL_NUMBERS_V : 0u);
 #endif
           // Words of a block, or of two of 3 bits.
@@ -181,7 +181,7 @@
             if (BV % PARTS == 0 || j < BV) {
               uint words[LOADED];
               kv_load_some<WORDS_V, LOADED>(
-                  run, of + uint(SIDE_K), lane, uint((BITS_V == 3 ? j / 2 : j) * LOADED), words);
+                  side, 0u, lane, uint((BITS_V == 3 ? j / 2 : j) * LOADED), words);
               const uint high = BITS_V == 3 ? words[LOADED - 1] >> (8 * (j % 2)) : 0u;
               float steps[4];  // of the lane's dims
               float biases[4];
@@ -224,9 +224,9 @@
                 if (TREE_V) {
                   const uint low = BITS_V == 3 && j % 2 ? words[1] : words[0];
                   const uint own_high = high >> kv_high_bit(0, r, 0, h);
-                  const int group_of = 2 * j + int(g / 4u);
+                  const int group_of = 2 * j + int(lane_now / 16u);
                   const float radius = kv_number_at(
-                      numbers, kv_value_number(2 * int(t) + 8 * r + h, group_of, 0, GROUPS_V), group_of < GROUPS_V);
+                      numbers, kv_value_number(2 * int(lane_now % 4u) + 8 * r + h, group_of, 0, GROUPS_V), group_of < GROUPS_V);
                   const uint neighbour = simd_shuffle_xor(own_high, ushort(4));  // g and its neighbour
                   kv_tree_value(tree_v, radius, low >> (8 * r + 16 * h), own_high, neighbour, g, of_tree);
                 }
