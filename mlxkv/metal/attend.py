@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlxkv.codec.transform import Transform
+from mlxkv.codec.transform import Transform, kept_with
 from mlxkv.formats.layout import BLOCK, TOKENS, SideLayout
 from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import DECODE_TOKENS
@@ -219,10 +219,10 @@ def attend(
         sum(counts), window_units, batch * heads * tiles * simdgroups, gpu.cores(builder)
     )
     splits = Splits.of_runs(wanted, counts)
-    q_pages, up = _transformed(run, q.astype(mx.float32)), _up(run)
-    second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
+    up, down = _up(run), _down(run)
+    second, more_headers, down_2 = nothing(mx.uint32), nothing(mx.uint32), None
     if more_runs:
-        q_pages = mx.stack([q_pages, _transformed(more_runs[0], q.astype(mx.float32))], axis=2)
+        down_2 = _down(more_runs[0])
         up = _both_up(up, _up(more_runs[0]), batch, heads)
         second = more_runs[0].buffer
         if more_runs[0].headers is not None:
@@ -233,7 +233,6 @@ def attend(
     out, stats = launch(
         "attend",
         [
-            q_pages,
             q.astype(dtype),
             run.buffer,
             _shared(run),
@@ -241,12 +240,15 @@ def attend(
             *recent,
             ints(
                 *(rows, splits.pages, capacity, sink[0].shape[2], recent[0].shape[2], new_tokens),
-                *(heads, splits.first, second.shape[2] if more_runs else 0, len(runs)),
+                *(heads, splits.first, second.shape[2] if more_runs else 0),
+                *(_heads(down), _heads(down_2)),
             ),
             lengths.with_more(second_count),
             numbers,
+            nothing() if down is None else down,
             second,
             more_headers,
+            nothing() if down_2 is None else down_2,
         ],
         {
             "T": dtype,
@@ -254,6 +256,7 @@ def attend(
             "S": simdgroups,
             "PARTS": parts,
             "CAP": cap_bits(softcap),
+            "HAS_DOWN": int(down is not None),
             **_attend_template(layout, dims, parts),
         },
         (32 * simdgroups * tiles, splits.total, batch * heads),
@@ -301,10 +304,31 @@ def attend(
     return merged.reshape(shape)
 
 
-def _transformed(run: Run, q: mx.array) -> mx.array:
-    """Transform q [B, G, N, D] float32 into the stored domain of the keys, [B, G, N, R]."""
+def _down(run: Run) -> mx.array | None:
+    """Return the map of queries into the stored domain of keys: [D, R], [G, D, R] or [B, G, D, R] float32, or None."""
     transform = run.transforms[0]
-    return q if transform is None else transform.query(q)
+    if transform is None:
+        return None
+    return _following(transform) if transform.up.ndim == 4 else _lasting(transform)
+
+
+@kept_with
+def _lasting(transform: Transform) -> mx.array:
+    """Return the map, `down` itself where that is the transpose of `up`: one matrix in memory less."""
+    with mx.stream(mx.cpu):
+        turned = mx.contiguous(transform.up.swapaxes(-1, -2))
+        return transform.down if mx.array_equal(turned, transform.down).item() else turned
+
+
+@kept_with
+def _following(transform: Transform) -> mx.array:
+    """Return the unevaluated map of a transform that follows the text."""
+    return mx.contiguous(transform.up.swapaxes(-1, -2))
+
+
+def _heads(down: mx.array | None) -> int:
+    """Return the number of heads that have a map of their own, 1 if all share it."""
+    return 1 if down is None else down.size // (down.shape[-1] * down.shape[-2])
 
 
 def _up(run: Run) -> mx.array | None:

@@ -22,17 +22,8 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "attend": (
         (
-            *(
-                "q_pages",
-                "q_window",
-                "records",
-                "headers",
-                "sink_k",
-                "sink_v",
-                "recent_k",
-                "recent_v",
-            ),
-            *("size", "lengths", "scale", "records_2", "headers_2"),
+            *("q", "records", "headers", "sink_k", "sink_v", "recent_k", "recent_v"),
+            *("size", "lengths", "scale", "down", "records_2", "headers_2", "down_2"),
         ),
         ("partial_out", "partial_stats"),
     ),

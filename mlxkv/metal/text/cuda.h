@@ -81,6 +81,7 @@ typedef float2* kv_pairs;
 #define KV_STAGE
 typedef const uint* kv_words;
 typedef const uint4* kv_quads;
+typedef const uint4* KvMixedTable;
 typedef float* kv_floats;
 typedef float2* kv_two;
 typedef float4* kv_four;

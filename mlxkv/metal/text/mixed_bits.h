@@ -11,6 +11,9 @@
 // empty, two lanes share a word.
 
 #if WITH_MIXED_BITS
+#ifndef KV_STAGE // cuda.h has its own
+typedef const threadgroup uint4* KvMixedTable;
+#endif
 constant constexpr int KV_MIXED_HEAD = 8;
 constant constexpr int KV_MIXED_MOST = 16;  // blocks of a side in the table
 constant constexpr int KV_MIXED_ENTRY = 12;
@@ -18,6 +21,7 @@ constant constexpr uint KV_MIXED_HALF_ROW = 1u;
 constant constexpr uint KV_MIXED_THIRD = 2u;
 constant constexpr uint KV_MIXED_EIGHT = 4u;
 constant constexpr uint KV_MIXED_THIRD_HALF_ROW = 8u;
+constant constexpr uint KV_MIXED_SPECIAL = 1u << 31;  // of entry[1], where one of these is set
 
 // A lane's part of a word that it shares with its neighbour, spread as in a word of its own.
 inline uint kv_mixed_spread(uint word, int lane) {
@@ -66,6 +70,64 @@ inline void kv_mixed_levels(
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       levels[i] += float((third >> (i / 4 + 2 * (i % 2) + 16 * (i / 2 % 2))) & 1u) * 4.0f;
+    }
+  }
+}
+
+// What codes are larger by as `kv_mixed_halves`.
+constant constexpr float KV_MIXED_OFFSET = 1024.0f;
+
+// The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
+// the entry's step. word: of the block's row. TOP: the leading one.
+template <uint TOP>
+inline void kv_mixed_pairs(uint word, uint4 entry, thread uint* pairs) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint x = word >> (r ? entry.y : entry.x);
+    pairs[2 * r] = (x & entry.z) | TOP;
+    pairs[2 * r + 1] = (x & entry.w) | TOP;
+  }
+}
+
+// A lane's codes of a block as halves, larger by KV_MIXED_OFFSET: `kv_mixed_pairs`, where codes of p = 1 are
+// codes / entry[9]. at: first word of the record in `run`. table: the side's entries, three fours of words each.
+inline void kv_mixed_halves(
+    const device uint* run, uint at, KvMixedTable table, uint b, uint lane, thread uint* pairs) {
+  uint4 first = table[3u * b];
+  const uint own = at + table[3u * b + 2u].x + lane;
+  const uint word = run[own];
+  if (first.y < KV_MIXED_SPECIAL) {
+    kv_mixed_pairs<0x64006400u>(word, first, pairs);
+  } else {
+    const uint4 rest = table[3u * b + 1u];
+    const uint flags = rest.w >> 16;
+    first.y &= 31u;
+    if ((flags & KV_MIXED_EIGHT) != 0u) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint x = r ? run[own + 32u] : word;
+        pairs[2 * r] = x & first.z;
+        pairs[2 * r + 1] = (x >> 8) & first.z;
+      }
+    } else {
+      const bool third = (flags & KV_MIXED_THIRD) != 0u;
+      const bool shared = third ? (flags & KV_MIXED_THIRD_HALF_ROW) != 0u : true;
+      uint other = run[at + rest.z + (shared ? lane / 2u : lane)];
+      if (shared) {
+        other = kv_mixed_spread(other, int(lane));
+      }
+      kv_mixed_pairs<0u>(third ? word : other, first, pairs);
+      const uint high = third ? other >> (rest.w & 31u) : 0u;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        pairs[2 * r] |= (high << (2 - r)) & 0x00040004u;
+        pairs[2 * r + 1] |= (high << (2 - r)) & 0x00100010u;
+      }
+    }
+    // By another instruction than above, or a compiler would move it behind both ways of a branch.
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      pairs[i] += 0x64006400u;
     }
   }
 }

@@ -9,15 +9,16 @@
 // g + 8 i, a quarter of the dims; then a lane adds the quarters of one token, `lane`, and makes its
 // probabilities; of values lane (g, t) reads tokens 2 t + 8 i and 2 t + 8 i + 1, an eighth of the dims.
 //
-// q_pages  [heads, runs, rows, RK]: queries in the stored domain, float
-// q_window [heads, rows, D]: queries in the model's domain, type T. scale[0]: attention scale times log2(e)
+// q        [heads, rows, D]: queries of type T. scale[0]: attention scale times log2(e)
+// down, down_2 [size[9], size[10] heads of the batch, one for each kv head, or one; D, RK]: maps of queries into the
+//          stored domain of the keys of a run of pages, float (HAS_DOWN)
 // records  [.., capacity, RECORD]; headers [.., capacity / records of a page, HEADER]: kv heads are `capacity`
 //          apart; a sequence begins at its first record, the first of a page. So sequences of a batch may
 //          have buffers of their own, or lie side by side in one.
 // records_2, headers_2 [heads, ..]: a second run of pages after the first, in its own stored domain
 // sink_k, sink_v, recent_k, recent_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, recent capacity, new tokens, kv heads,
-//           page splits of the first run, capacity of the second, runs]
+//           page splits of the first run, capacity of the second, heads of down, heads of down_2]
 // lengths  [batch, 5]: records, sink tokens, recent tokens, first record, records of the second run
 // Row i of a head belongs to new token i % L, the last L tokens of recent.
 constexpr int BK = (RK + 31) / 32;
@@ -45,6 +46,8 @@ const int key_dims = int(headers[2]);
 const int blocks_k = int(headers[4]);
 const int blocks_v = int(headers[5]);
 constexpr bool MIXED = true;
+threadgroup uint4 mixed_k[3 * KV_MIXED_MOST];  // the entries of the table
+threadgroup uint4 mixed_v[3 * KV_MIXED_MOST];
 #else
 constexpr bool MIXED = false;
 constexpr int record_words = RECORD;
@@ -73,6 +76,8 @@ constexpr uint TOKEN = 4u * PARTS + 1u;  // entries of QT partial scores to a to
 constexpr uint PARTIAL = 8u * QT * TOKEN;  // fours of floats, of a team
 constexpr uint SHARED = PARTIAL + 8u * QT * SCALED + 2u;  // and probabilities, and factors of rows
 constexpr bool WIDE_Q = WIDE || DECODED_K;
+// Queries in the stored domain, before scales of channels are multiplied into them.
+threadgroup float4 stored_words[FOLDED ? QT * QB * 8 : 1];
 threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
 threadgroup float4 shared_words[TEAMS * SHARED];
 // Sums over a lane's tokens, for each of its rows: of probabilities, and of those times scales and biases of values.
@@ -109,6 +114,7 @@ const int rows = size[0];
 const int page_splits = size[1];
 const int head = threadgroup_position_in_grid.z;
 const int first_row = threadgroup_position_in_grid.x * QT;
+const uint last_row = metal::min(uint(QT), uint(rows - first_row)) - 1u;  // of the tile
 const int split = threadgroup_position_in_grid.y;
 const bool paged = split < page_splits;
 const int splits = threads_per_grid.y;
@@ -125,19 +131,59 @@ const int capacity = size[second ? 8 : 2];
 // The kv head's first record, whole pages from the start of the buffer. Indices of 32 bits: arrays of MLX are shorter.
 const uint first_record = head % size[6] * capacity +
     (second ? batch * size[6] * capacity : lengths[5 * batch + 3]);
-const int q_run = (head * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows + first_row;
-const int q_width = paged ? key_dims : D;
 
-if (!(FOLDED && paged)) {
-  for (int i = int(thread_id); i < QT * QB * 32; i += 32 * S) {
-    const int row = i / (QB * 32);
-    const int dim = i % (QB * 32);
-    float value = 0.0f;
-    if (first_row + row < rows && dim < q_width) {
-      const int at = (q_run + row) * q_width + dim;
-      value = paged ? q_pages[at] : float(q_window[at]);
+#if WITH_MIXED_BITS
+for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
+  mixed_k[i] = ((const device uint4*)kv_mixed_entry(headers, 0, 0))[i];
+  mixed_v[i] = ((const device uint4*)kv_mixed_entry(headers, 1, 0))[i];
+}
+#endif
+{
+  const device T* own_q = q + uint(head * rows + first_row) * uint(D);
+  const device float* map = second ? down_2 : down;
+  map += uint(head) % uint(size[second ? 10 : 9]) * uint(D * key_dims);
+  const uint width = uint(paged ? key_dims : D);
+#pragma unroll 1
+  for (uint dim = thread_id; dim < uint(QB * 32); dim += uint(32 * S)) {
+    float value[QT];
+#pragma unroll
+    for (int i = 0; i < QT; i++) {
+      value[i] = 0.0f;
     }
-    q_tile[kv_query_place(uint(i), 0)] = KvQuery<WIDE_Q>::type(value * scale[0]);
+    if (HAS_DOWN && paged && dim < width) {
+      constexpr uint AT_ONCE = D % 4 == 0 ? 4u : 1u;
+#pragma unroll 1
+      for (uint n = 0u; n < uint(D); n += AT_ONCE) {
+#pragma unroll
+        for (uint k = n; k < n + AT_ONCE; k++) {
+          const float times = map[k * width + dim];
+#pragma unroll
+          for (int i = 0; i < QT; i++) {
+            value[i] = metal::fma(float(own_q[metal::min(uint(i), last_row) * uint(D) + k]), times, value[i]);
+          }
+        }
+      }
+    } else if (dim < width) {
+#pragma unroll
+      for (int i = 0; i < QT; i++) {
+        value[i] = float(own_q[metal::min(uint(i), last_row) * uint(D) + dim]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < QT; i++) {
+      const uint at = uint(i * QB * 32) + dim;
+      float scaled = uint(i) <= last_row ? value[i] * scale[0] : 0.0f;
+#if WITH_MIXED_BITS
+      if (paged && dim % 2u == 1u && dim < width) {  // as codes are taken
+        scaled *= as_type<float>(kv_mixed_entry(headers, 0, int(dim / 16u))[9]);
+      }
+#endif
+      if (FOLDED && paged) {
+        ((kv_floats)stored_words)[at] = scaled;
+      } else {
+        q_tile[MIXED && paged ? at : kv_query_place(at, 0)] = KvQuery<WIDE_Q>::type(scaled);
+      }
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -158,7 +204,7 @@ for (int i = 0; i < QT * OB * 4; i++) {
   o[i] = 0.0f;
 }
 
-#if WITH_PLAIN_K
+#if WITH_PLAIN_K || WITH_MIXED_BITS
 // Sums over all dims of queries, and of queries times what codes are larger by.
 threadgroup float4 query_sums[QT];
 #pragma unroll
@@ -166,12 +212,20 @@ for (int q = 0; q < QT; q++) {
   if (!FOLDED) {
     float all = 0.0f;
     float larger = 0.0f;
+#if WITH_MIXED_BITS
+    for (uint i = lane; i < 16u * uint(paged ? blocks_k : 0); i += 32u) {
+      const device uint* entry = kv_mixed_entry(headers, 0, int(i / 16u));
+      const float middle = as_type<float>(entry[10]) / (i % 2u == 1u ? as_type<float>(entry[9]) : 1.0f);
+      larger = metal::fma(float(q_tile[uint(q * QB * 32) + i]), middle + (WIDE ? 0.0f : KV_MIXED_OFFSET), larger);
+    }
+#else
     for (uint i = lane; i < 32u * BK; i += 32u) {
       const float query = float(q_tile[kv_query_place(uint(q * QB * 32) + i, 0)]);
       const float taken = SYMMETRIC_K ? 0.5f * STEPS_K : 0.0f;
       all += query;
       larger = metal::fma(query, taken + (WIDE ? 0.0f : kv_code_offset<BITS_K>(int(i % 4u))), larger);
     }
+#endif
     all = kv_all_lanes(all);
     larger = kv_all_lanes(larger);
     if (thread_id == 0u) {

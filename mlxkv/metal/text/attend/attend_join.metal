@@ -44,6 +44,27 @@ if (paged) {
   }
 }
 #endif
+#if WITH_MIXED_BITS
+if (paged) {
+#pragma unroll
+  for (int n = 0; n < 2 * PV; n++) {
+    const int b = 2 * PV * int(own_part) + n;
+    if (b < blocks_v) {
+      const device uint* entry = kv_mixed_entry(headers, 1, b);
+      const float middle = as_type<float>(entry[10]);
+      const float undo = as_type<float>(entry[9]);
+#pragma unroll
+      for (int q = 0; q < QT; q++) {
+        const float times = tile_more[(team * uint(QT) + uint(q)) * uint(MORE)];
+        const float larger = (WIDE ? 0.0f : KV_MIXED_OFFSET) * times;
+        const int at = q * OB * 4 + 2 * n;
+        o[at] -= metal::fma(middle, times, larger);
+        o[at + 1] = metal::fma(o[at + 1] - larger, undo, -middle * times);
+      }
+    }
+  }
+}
+#endif
 float peaks[QT];
 #pragma unroll
 for (int q = 0; q < QT; q++) {

@@ -5,8 +5,11 @@ if (paged) {
   while (unit < stop) {
     const uint header = (first_record + uint(unit)) / uint(PAGE_RECORDS) * uint(HEADER);  // first word of the page's
     const uint place = (first_record + uint(unit)) % uint(PAGE_RECORDS) * 16u;  // the first token's, in its page
+    // The lane's number, which a compiler cannot know to be the same in every turn: it would keep each address that
+    // follows from it in a register of its own.
+    const uint lane_now = lane + (uint(unit) >> 31);
     if (FOLDED && unit % CHUNK == 0) {
-      // Queries times scales of channels, four dims a lane; biases, and what codes are larger by, add a number that the
+      // Queries times scales of channels, four dims a lane_now; biases, and what codes are larger by, add a number that the
       // scores of all these tokens share.
       const device half* numbers =
           (const device half*)(run_headers + header) + place / uint(GROUP_K) * CHANNEL_NUMBERS_K;
@@ -16,10 +19,10 @@ if (paged) {
       // Lanes share the rows where the dims of a simdgroup are fewer than theirs.
       constexpr uint FOURS = 8u * uint(PK);
       constexpr uint ROWS_AT_ONCE = FOURS < 32u && 32u % FOURS == 0u ? 32u / FOURS : 1u;
-      const uint own_row = ROWS_AT_ONCE > 1u ? lane / FOURS : 0u;
+      const uint own_row = ROWS_AT_ONCE > 1u ? lane_now / FOURS : 0u;
 #pragma unroll
       for (uint n = 0u; n < FOURS; n += 32u) {
-        const uint i = ROWS_AT_ONCE > 1u ? lane % FOURS : n + lane;
+        const uint i = ROWS_AT_ONCE > 1u ? lane_now % FOURS : n + lane_now;
         const uint dim = 4u * (FOURS * own_part + i);
         const bool held = (FOURS % 32u == 0u || i < FOURS) && (BK % PARTS == 0 || dim < 32u * uint(BK));
         float steps[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -30,25 +33,11 @@ if (paged) {
             kv_load_numbers<4>(numbers + (32u * uint(BK) + dim), biases);
           }
         }
-#pragma unroll
-        for (int d = 0; d < 4; d++) {
-          steps[d] *= scale[0];
-          biases[d] *= scale[0];
-        }
 #pragma unroll 1
         for (uint q = own_row; q < uint(QT); q += ROWS_AT_ONCE) {
           float query[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          if (held && first_row + int(q) < rows && dim < uint(key_dims)) {
-            const uint at = uint(q_run + int(q)) * uint(key_dims) + dim;
-            if (RK % 4 == 0) {
-              kv_load<4>(q_pages + at, query);
-            } else {
-#pragma unroll
-              for (int d = 0; d < 4; d++) {
-                const bool exists = dim + uint(d) < uint(key_dims);
-                query[d] = exists ? q_pages[at + (exists ? uint(d) : 0u)] : 0.0f;
-              }
-            }
+          if (held) {
+            kv_load_shared<4>(stored_words, (q * uint(QB * 32) + dim) / 4u, query);
           }
           float all = 0.0f;
           float times[4];
@@ -65,7 +54,7 @@ if (paged) {
               q_tile[place_q + (d < 2 ? uint(d) : uint(d) + 2u)] = KvQuery<WIDE_Q>::type(times[d]);
             }
           }
-          fold_floats[q * 32u + lane] = n == 0u ? all : fold_floats[q * 32u + lane] + all;
+          fold_floats[q * 32u + lane_now] = n == 0u ? all : fold_floats[q * 32u + lane_now] + all;
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -84,11 +73,47 @@ if (paged) {
       kv_team_barrier<PARTS>();
     }
     {
-      // The lane's number, which a compiler cannot know to be the same in every turn: it would keep each address that
-      // follows from it in a register of its own.
-      const uint lane_now = lane + (uint(unit) >> 31);
       const uint record = (first_record + uint(unit)) * uint(record_words);  // its first word
       const uint other = unit + 1 < stop ? uint(record_words) : 0u;  // words to the second record
+#if WITH_MIXED_BITS
+#pragma unroll 1
+      for (uint e = 0u; e < 32u; e += 16u) {  // its first token
+        const uint of = record + (e ? other : 0u);
+        float s[2 * QT];  // [8 tokens further, row]
+#pragma unroll
+        for (int i = 0; i < 2 * QT; i++) {
+          s[i] = 0.0f;
+        }
+#pragma unroll 1
+        for (int n = 0; n < 2 * PK; n++) {
+          const int b = 2 * PK * int(own_part) + n;
+          if (b < blocks_k) {
+            float query[4 * QT];
+#pragma unroll
+            for (int q = 0; q < QT; q++) {
+              kv_four_queries<WIDE_Q>(queries, uint(q * QB * 8) + 4u * uint(b) + t, query + 4 * q);
+            }
+            uint codes[4];
+            kv_mixed_halves(run, of, mixed_k, uint(b), lane, codes);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+              const int r = i / 4;
+              const int h = i / 2 % 2;
+              const float code = kv_half_of(codes[2 * r + i % 2], h) - (WIDE ? KV_MIXED_OFFSET : 0.0f);
+#pragma unroll
+              for (int q = 0; q < QT; q++) {
+                s[r * QT + q] = metal::fma(query[4 * q + i % 4], code, s[r * QT + q]);
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const uint token = e + 8u * uint(r) + lane_now / 4u;
+          kv_store_shared<QT>(shared, token * TOKEN + 4u * own_part + lane_now % 4u, s + r * QT);
+        }
+      }
+#endif
 #if WITH_PLAIN_K
       {
         constexpr int AT_ONCE = BITS_K == 3 ? 2 : 1;  // blocks that share a word
@@ -152,7 +177,7 @@ if (paged) {
         tree_k = kv_tree<2, 1>(books_k, books, lane);
       }
 #endif
-#if WITH_MIXED_BITS || WITH_DECODED_K
+#if WITH_DECODED_K
 #pragma unroll 1
       for (uint e = 0u; e < 32u; e += 16u) {  // its first token
         const uint of = record + (e ? other : 0u);
@@ -161,26 +186,6 @@ if (paged) {
         for (int i = 0; i < 2 * QT; i++) {
           s[i] = 0.0f;
         }
-#if WITH_MIXED_BITS
-#pragma unroll 1
-        for (int n = 0; n < 2 * PK; n++) {
-          const int b = 2 * PK * int(own_part) + n;
-          if (b < blocks_k) {
-            float k[8];
-            kv_mixed_levels(run + of, kv_mixed_entry(headers, 0, b), lane, k);
-#pragma unroll
-            for (int q = 0; q < QT; q++) {
-#pragma unroll
-              for (int i = 0; i < 4; i++) {
-                const uint of_row = 8u * (eights_at - t + uint(q * QB * 4));
-                const float query = q_tile[kv_query_place(of_row + 16u * uint(b) + 4u * t, i)];
-                s[q] = metal::fma(query, k[i], s[q]);
-                s[QT + q] = metal::fma(query, k[4 + i], s[QT + q]);
-              }
-            }
-          }
-        }
-#endif
 #if WITH_PAIRS
       if (PAIRS_K) {
         constexpr int WORDS = kv_slot_word<BITS_K == 3 ? 2 : BITS_K>(1, 0, 0);  // of a block, without high bits

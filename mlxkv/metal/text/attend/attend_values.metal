@@ -31,7 +31,7 @@
       const float step = float(((const device half*)(own_record + side_words_k - 8))[kv_key_number(token, 0, 0, 1, 1)]);
 #pragma unroll
       for (int q = 0; q < OWN; q++) {
-        p[q] *= step;
+        p[q] = (p[q] - query_sums[first_own + uint(q)].y) * step;
       }
 #endif
 #pragma unroll
@@ -52,6 +52,10 @@
         float times = 1.0f;
 #if WITH_MIXED_BITS
         times = float(((const device half*)(own_record + record_words - 8))[kv_value_number(token, 0, 0, 1)]);
+#pragma unroll
+        for (int q = 0; q < OWN; q++) {
+          sum[q * (1 + MORE) + 1] = metal::fma(p[q], times, sum[q * (1 + MORE) + 1] * shrink[q]);
+        }
 #endif
 #if WITH_PLAIN_V
         {
@@ -84,7 +88,7 @@
         tree_v = kv_tree<2, 1>(books_v, books + 2 * HEADER_K, lane);
       }
 #endif
-#if WITH_DECODED_V
+#if WITH_DECODED_V || WITH_MIXED_BITS
 #pragma unroll 1
 #else
 #pragma unroll
@@ -92,23 +96,25 @@
       for (uint e = 0u; e < 32u; e += 16u) {  // its first token
         const uint of = record + (e ? other : 0u);
 #if WITH_MIXED_BITS
+        const uint entry_now = (uint(unit) + e) >> 31;  // 0, unknown to a compiler: entries stay in memory
+        float of_tokens[4 * QT];  // [8 tokens further, row, token of two]
+        kv_load_shared<2 * QT>(weights, e / 2u + lane_now % 4u, of_tokens);
+        kv_load_shared<2 * QT>(weights, e / 2u + 4u + lane_now % 4u, of_tokens + 2 * QT);
 #pragma unroll
         for (int n = 0; n < 2 * PV; n++) {
           const int b = 2 * PV * int(own_part) + n;
           if (b < blocks_v) {
-            float v[8];
-            kv_mixed_levels(run + of, kv_mixed_entry(headers, 1, b), lane, v);
+            uint codes[4];
+            kv_mixed_halves(run, of, mixed_v, uint(b) + entry_now, lane, codes);
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-              float of_tokens[2 * QT];
-              kv_load_shared<2 * QT>(weights, uint(4 * r) + e / 2u + lane_now % 4u, of_tokens);
+            for (int i = 0; i < 8; i++) {
+              const int r = i / 4;
+              const int h = i / 2 % 2;
+              const float code = kv_half_of(codes[2 * r + i % 2], h) - (WIDE ? KV_MIXED_OFFSET : 0.0f);
 #pragma unroll
               for (int q = 0; q < QT; q++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                  const int at = q * OB * 4 + 2 * n + i % 2;
-                  o[at] = metal::fma(of_tokens[2 * q + i / 2], v[4 * r + i], o[at]);
-                }
+                const int at = q * OB * 4 + 2 * n + i % 2;
+                o[at] = metal::fma(of_tokens[2 * r * QT + 2 * q + h], code, o[at]);
               }
             }
           }

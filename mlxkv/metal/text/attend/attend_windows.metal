@@ -38,13 +38,15 @@
         }
 #pragma unroll
         for (int q = 0; q < QT; q++) {
-          float query[8];
-          const uint at_q = 2u * (eights_at + uint(q * QB * 4) + 4u * block);
-          kv_four_queries<WIDE_Q>(queries, at_q, query);
-          kv_four_queries<WIDE_Q>(queries, at_q + 1u, query + 4);
 #pragma unroll
-          for (int i = 0; i < 16; i++) {
-            s[i / 8 * QT + q] = metal::fma(query[kv_query_place(0u, i % 8)], k[i], s[i / 8 * QT + q]);
+          for (int pair = 0; pair < 2; pair++) {
+            float query[4];  // dims 0, 1, 4, 5 of eight, then the others
+            kv_four_queries<WIDE_Q>(queries, 2u * (eights_at + uint(q * QB * 4) + 4u * block) + uint(pair), query);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+              const int d = 2 * pair + i % 2 + i / 2 % 2 * 4;
+              s[i / 4 * QT + q] = metal::fma(query[i % 4], k[i / 4 * 8 + d], s[i / 4 * QT + q]);
+            }
           }
         }
       }

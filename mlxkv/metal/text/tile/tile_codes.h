@@ -181,19 +181,7 @@ inline uint kv_mixed_read(KvRecord from, uint row, int lane, uint shared) {
   return shared != 0u ? kv_mixed_spread(word, lane) : word;
 }
 
-// The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
-// the entry's step. word: of the block's row. TOP: the leading one.
-template <uint TOP>
-inline void kv_mixed_pairs(uint word, uint4 entry, thread uint* pairs) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const uint x = word >> (r ? entry.y : entry.x);
-    pairs[2 * r] = (x & entry.z) | TOP;
-    pairs[2 * r + 1] = (x & entry.w) | TOP;
-  }
-}
-
-// The same for COUNT records, of a block that stands in two places, or where lanes share words. rest: words 4 to 7 of
+// `kv_mixed_pairs` for COUNT records, of a block that stands in two places, or where lanes share words. rest: words 4 to 7 of
 // the entry; pairs: four for each record.
 template <int COUNT>
 inline void kv_mixed_special(
