@@ -3,6 +3,7 @@
     OpsBackend        plain MLX operations on the codes, anywhere
     PortableBackend   kernels for any GPU, over page records
     TileBackend       kernels for GPUs with matrix units, over page records
+    RowsBackend       both, by the number of query rows: on Apple GPUs
     LatentBackend     the same over latents (MLA), whose codes are those of plain ops
 
 `can_run` returns why a backend cannot run, or None; `choose.plan` asks them, the fastest first. Page stores and their
@@ -177,6 +178,32 @@ class TileBackend(PortableBackend):
         """As `Backend.can_run`."""
         layout = record_layout(config, *config.dims(*dims))
         return tiles_off() or tiles.why_not(layout, dims[0], dtype, self.builder)
+
+
+class RowsBackend(TileBackend):
+    """Multiply-adds for up to `kernels.MOST_ROWS` query rows per kv head, tiles for more.
+
+    On Apple GPUs each issues fewer instructions there (`agx.roofline`).
+    """
+
+    name = "kernels by rows"
+
+    @staticmethod
+    def launch(queries, runs, sink, recent, *arguments):
+        """As `attend` of the body for these queries [B, H, L, D]."""
+        body = kernels if rows_of(queries, recent) <= kernels.MOST_ROWS else tiles
+        return body.attend(queries, runs, sink, recent, *arguments)
+
+    def can_run(self, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
+        """As `Backend.can_run`."""
+        layout = record_layout(config, *config.dims(*dims))
+        decoded = None if kernels.multiplies(layout) else "codes are decoded first"
+        return super().can_run(config, dims, dtype) or decoded
+
+
+def rows_of(queries: mx.array, recent: Pair) -> int:
+    """Return the query rows per kv head of queries [B, H, L, D] and keys [B, G, T, D]."""
+    return queries.shape[1] // recent[0].shape[1] * queries.shape[2]
 
 
 class LatentBackend(Backend):

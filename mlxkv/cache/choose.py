@@ -20,6 +20,7 @@ from mlxkv.cache.backends import (
     LatentBackend,
     OpsBackend,
     PortableBackend,
+    RowsBackend,
     TileBackend,
 )
 from mlxkv.cache.selftest import AttentionShape
@@ -94,7 +95,11 @@ class KernelRequest:
         """Return the backends with kernels for such pages, the fastest first."""
         if self.latent:
             return (LatentBackend(builder),)
-        return TileBackend(builder), PortableBackend(builder)
+        one_body = TileBackend(builder), PortableBackend(builder)
+        on_mac = builder is mx.fast.metal_kernel
+        asked = self.config, self.dims, self.dtype
+        both = on_mac and RowsBackend(builder).can_run(*asked) is None
+        return (RowsBackend(builder), *one_body) if both else one_body
 
     @property
     def unsupported(self) -> str | None:

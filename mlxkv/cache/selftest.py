@@ -55,12 +55,14 @@ class AttentionShape:
     def steps(self, layout: RecordLayout, dims: int) -> list[int]:
         """Return the numbers of new tokens to test, up to `kernels.MOST_NEW`.
 
-        One per number of query rows that the portable kernel is built for. dims: head dim D.
+        One per number of query rows that the portable kernel is built for, and one where tiles follow it.
+        dims: head dim D.
         """
         rows = self.heads // self.kv_heads
         tiles_ = {}
         for new in range(1, kernels.MOST_NEW + 1):
-            tiles_.setdefault(kernels.tile_of(layout, dims, rows * new), new)
+            by_tiles = rows * new > kernels.MOST_ROWS  # in `RowsBackend`
+            tiles_.setdefault((by_tiles, kernels.tile_of(layout, dims, rows * new)), new)
         return list(tiles_.values())
 
 

@@ -72,7 +72,7 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
         return None
     reason, tiled = (
         errors.reason(error),
-        any(plan.backend.name == TileBackend.name for plan in plans),
+        any(isinstance(plan.backend, TileBackend) for plan in plans),
     )
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)

@@ -344,7 +344,7 @@ def tile_of(layout: RecordLayout, dims: int, rows: int) -> tuple[int, int, int]:
     dims: head dim D. rows: query rows per kv head.
     """
     blocks = -(-max(dims, layout.keys.dims, layout.values.dims) // BLOCK)
-    most = MOST_ROWS if {layout.keys.kind, layout.values.kind} <= MULTIPLIED else DECODED_ROWS
+    most = MOST_ROWS if multiplies(layout) else DECODED_ROWS
     wanted, tile, parts = -(-rows // -(-rows // most)), 0, 0
     for parts in (1, 2, 4):
         tile = -(-wanted // parts) * parts
@@ -352,6 +352,11 @@ def tile_of(layout: RecordLayout, dims: int, rows: int) -> tuple[int, int, int]:
             break
     # As many as threadgroup memory holds.
     return tile, parts, max(parts, SIMDGROUPS if tile * blocks <= FEW_BLOCKS else SIMDGROUPS // 2)
+
+
+def multiplies(layout: RecordLayout) -> bool:
+    """Return whether codes of both sides are of kinds that are multiplied without being decoded first."""
+    return {layout.keys.kind, layout.values.kind} <= MULTIPLIED
 
 
 def splits_for(records: int, windows: int, simdgroups: int, cores: int | None) -> tuple[int, int]:

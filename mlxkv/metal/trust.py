@@ -25,7 +25,7 @@ from mlxkv.metal.launch import SIGNATURES, body, header
 
 Kernels = tuple[object, int, mx.Dtype, str]  # layout, head dim, dtype, backend name
 TRYING, STOPPED, PASSED, FAILED = "trying", "stopped", "passed", "failed"
-TILES = "tile kernels"
+TILES, ROWS = "tile kernels", "kernels by rows"  # backends that others can replace
 LONGEST = 1 << 20  # most bytes of the file
 DEATHS = 2  # consecutive processes ended before kernels are no longer tried
 
@@ -97,7 +97,7 @@ def why_not(kernels: Kernels) -> str | None:
 
     Failed portable kernels are tried again, since the only fallback is plain ops.
     """
-    (deaths, fault), tiled = _known(kernels), kernels[3] == TILES
+    (deaths, fault), tiled = _known(kernels), kernels[3] in (TILES, ROWS)
     if deaths >= DEATHS:
         return (
             f"processes ended while they tried these {'tiles' if tiled else 'kernels'}, {DEATHS} in a row; "

@@ -124,8 +124,11 @@ def test_a_line_is_there_while_a_kernel_is_tried(folder):
 def test_what_processes_died_of_is_not_tried_again(mac, monkeypatch):
     built = []
     with mac(counting(built, tiles=True)):
+        mark(gone(), monkeypatch, trust.ROWS)
+        assert trust.ended_processes(kernels(INT4, trust.ROWS))
+        assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
+        del built[:]
         mark(gone(), monkeypatch)
-        assert trust.ended_processes(kernels(INT4))
         found = choose.plan(INT4, DIMS, mx.float16)
         assert found.label == "kernels"
         assert "processes ended while they tried these tiles, 2 in a row" in found.reason
@@ -137,26 +140,39 @@ def test_what_processes_died_of_is_not_tried_again(mac, monkeypatch):
 
 def test_what_another_process_tries_is_tried_here_too(mac, monkeypatch):
     with mac(counting([], tiles=True)):
-        mark(gone(), monkeypatch, times=1)
-        mark(os.getppid(), monkeypatch, times=1)
-        assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
-        mark(gone(), monkeypatch, times=1)  # the first behind one that passed
-        assert not trust.ended_processes(kernels(INT4))
+        mark(gone(), monkeypatch, trust.ROWS, times=1)
+        mark(os.getppid(), monkeypatch, trust.ROWS, times=1)
+        assert choose.plan(INT4, DIMS, mx.float16).label == "kernels by rows"
+        mark(gone(), monkeypatch, trust.ROWS, times=1)  # the first behind one that passed
+        assert not trust.ended_processes(kernels(INT4, trust.ROWS))
 
 
-def test_a_mac_tries_tiles_as_a_model_is_loaded(mac):
+def test_a_mac_tries_kernels_as_a_model_is_loaded(mac):
     """Nobody has to run doctor first; what failed once is not built again."""
     built = []
     with mac(counting(built, tiles=True)):
+        assert choose.plan(INT4, DIMS, mx.float16).label == "kernels by rows"
+        for body in ("attend_tile", "merge"):  # 4 rows, and 8
+            assert any(body in name for name in built)
+    with mac(counting(built := [], tiles=True)):
+        shape = selftest.AttentionShape(16, 2)
+        assert choose.plan(INT4, DIMS, mx.float16, shape).label == "kernels by rows"
+        assert built and not any("merge" in name for name in built)  # which 8 rows do not run
+    with mac(unbuildable("merge", tiles=True)):
         assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
-        assert not any("merge" in name for name in built)  # the portable body would be in vain
+        assert trust.why_not(kernels(INT4, trust.ROWS)) is not None
+    with mac(counting(built := [], tiles=True)):
+        assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
+        assert not any("merge" in name for name in built)
+        codebooks = PRESETS["turbo-int3"]  # codes are decoded first
+        assert choose.plan(codebooks, DIMS, mx.float16).label == "tile kernels"
     with mac(unbuildable("attend_tile", tiles=True)):
         assert choose.plan(INT4, DIMS, mx.float16).label == "kernels"
         assert "program_source:1312:5: error" in trust.why_not(kernels(INT4))
     with mac(counting(built := [], tiles=True)):
         assert choose.plan(INT4, DIMS, mx.float16).label == "kernels"
         assert not any("tile" in name for name in built)
-        assert choose.plan(INT8, DIMS, mx.float16).label == "tile kernels"
+        assert choose.plan(INT8, DIMS, mx.float16).label == "kernels by rows"
 
 
 def test_the_file_stays_small(folder, monkeypatch):

@@ -11,12 +11,13 @@ from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
-from mlxkv.cache.backends import PortableBackend, TileBackend
+from mlxkv.cache.backends import PortableBackend, RowsBackend, TileBackend
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu, predict
+from mlxkv.metal.attend import MOST_ROWS
 from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
@@ -80,7 +81,9 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
             kv_heads, rows_of_head = shape.batch * shape.kv_heads, shape.heads // shape.kv_heads
             for row in rows[-len(presets) :]:
                 place = row["preset"], shape.dims, kv_heads, rows_of_head, tokens
-                by = {TileBackend.name: True, PortableBackend.name: False}.get(row["by"])
+                by_tiles = rows_of_head > MOST_ROWS
+                names = PortableBackend.name, TileBackend.name, RowsBackend.name
+                by = dict(zip(names, (False, True, by_tiles), strict=True)).get(row["by"])
                 row["predicted_us"] = None if by is None else predict.attend_us(*place, by)
             mx.clear_cache()
             bars.advance(bar)
