@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -58,36 +59,57 @@ CONTROL = ("if_", "else_", "while_", "pop_exec", "push_exec", "jmp", "break", "b
 CONTROL += ("logical_end", "stop", "threadgroup_barrier", "memory_barrier", "stack_adjust")
 
 
+# Kinds of instructions, and starts of their names. A copy between registers is a form of other instructions.
+KINDS = ("multiply-add", "integer", "memory", "shuffle", "copy", "other")
+KIND_OF = {
+    **dict.fromkeys(("ffma", "hfma"), "multiply-add"),
+    **dict.fromkeys(("iadd", "imad", "and", "or", "xor", "bitop", "bfi", "bfeil"), "integer"),
+    **dict.fromkeys(("extr", "asr", "icmpsel", "icmp", "bitrev", "popcount"), "integer"),
+    **dict.fromkeys(("device_load", "device_store", "local_load", "local_store"), "memory"),
+    **dict.fromkeys(("uniform_store", "atomic", "local_atomic"), "memory"),
+    **dict.fromkeys(("shuffle", "shuffle_xor", "quad_shuffle", "ballot"), "shuffle"),
+    **dict.fromkeys(("icmp_ballot", "fcmp_ballot"), "shuffle"),
+    **dict.fromkeys(("stack_load", "stack_store"), "copy"),
+}
+Cycles = tuple[int, ...]  # issue cycles, by KINDS
+
+
 @dataclass(frozen=True)
 class Loop:
     """A loop, but for loops inside it: instructions, issue cycles, and how many instructions spill."""
 
     instructions: int
-    cycles: int
+    kinds: Cycles
     spills: int
+
+    @property
+    def cycles(self) -> int:
+        """Issue cycles of all kinds."""
+        return sum(self.kinds)
 
 
 @dataclass(frozen=True)
 class Nest:
-    """A loop with loops inside it: cycles and moves of its own, cycles of what comes before the last loop inside and is
+    """A loop with loops inside it: cycles of its own, of these those of what comes before the last loop inside and is
     not done in every turn; `and` instructions of all, which unpack codes."""
 
-    cycles: int
-    moves: int
-    first: int
+    kinds: Cycles
+    first: Cycles
     unpacks: int
     inner: tuple["Nest", ...]
 
-    def whole(self, name: str) -> int:
-        """The sum of a count over this loop and those inside it, one turn of each."""
-        return getattr(self, name) + sum(x.whole(name) for x in self.inner)
+    @property
+    def cycles(self) -> int:
+        """Issue cycles of its own, of all kinds."""
+        return sum(self.kinds)
 
 
 @dataclass(frozen=True)
 class Takes:
     """What a kernel takes. registers: 32-bit ones of a thread, of 128. spills, fills: instructions. scratch: bytes of a
     thread. shared: bytes of a threadgroup. code: bytes. nest: bytes of the largest loop with those inside it. cycles:
-    issue cycles of the whole text, as Mesa counts them. threads: of a threadgroup, at most."""
+    issue cycles of the whole text, as Mesa counts them. threads: of a threadgroup, at most. outside: cycles of what is
+    in no loop."""
 
     registers: int
     spills: int
@@ -99,6 +121,7 @@ class Takes:
     instructions: int
     cycles: int
     threads: int
+    outside: Cycles
     loops: tuple[Loop, ...]
     nests: tuple[Nest, ...]
 
@@ -140,12 +163,15 @@ def takes(kernel: Kernel, threads: int) -> Takes:
         made = json.dumps(asdict(_counted(_compiled(text))))
         kept.write_text(made)
     made = json.loads(kept.read_text())
-    loops, nests = (tuple(Loop(**x) for x in made["loops"])), map(_nest_of, made["nests"])
-    return Takes(**made | {"loops": loops, "nests": tuple(nests)})
+    loops = tuple(Loop(**x | {"kinds": tuple(x["kinds"])}) for x in made["loops"])
+    nests = map(_nest_of, made["nests"])
+    outside = tuple(made["outside"])
+    return Takes(**made | {"outside": outside, "loops": loops, "nests": tuple(nests)})
 
 
 def _nest_of(made: dict) -> Nest:
-    return Nest(**made | {"inner": tuple(map(_nest_of, made["inner"]))})
+    kinds, first = tuple(made["kinds"]), tuple(made["first"])
+    return Nest(kinds, first, made["unpacks"], tuple(map(_nest_of, made["inner"])))
 
 
 @cache
@@ -208,7 +234,9 @@ def _counted(printed: str) -> Takes:
     spills, fills = map(int, re.search(r"(\d+):(\d+) spills", stats).groups())
     code, instructions = int(numbers["code"]), int(re.search(r"(\d+) inst", stats)[1])
     blocks = _blocks(printed)
-    nests = [sum(x[1] for x in list(blocks.values())[a : b + 1]) for a, b in _spans(blocks)]
+    spans, own = _spans(blocks), list(blocks.values())
+    nests = [sum(x[1] for x in own[a : b + 1]) for a, b in spans]
+    outside = [x for i, x in enumerate(own) if not any(a <= i <= b for a, b in spans)]
     return Takes(
         registers=-(-int(numbers["registers"]) // 2),
         spills=spills,
@@ -220,13 +248,14 @@ def _counted(printed: str) -> Takes:
         instructions=instructions,
         cycles=int(re.search(r"(\d+) alu", stats)[1]),
         threads=int(numbers["threads"]),
+        outside=_issued(outside),
         loops=tuple(_loops(blocks)),
         nests=tuple(_nests(blocks)),
     )
 
 
-# successors, instructions, those that spill, cycles of both units, moves, unpacking
-Block = tuple[list[str], int, int, int, int, int, int]
+# successors, instructions, those that spill, cycles of the first unit by kinds, of the second, unpacking
+Block = tuple[list[str], int, int, Cycles, int, int]
 # Issue cycles that are not 1, by the starts of names: Mesa's agx_performance.c; of 64-bit sums what
 # philipturner/metal-benchmarks measured. Those of a second unit, which runs beside the first, are apart.
 SLOW = {"shuffle": 2, "shuffle_xor": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
@@ -244,10 +273,12 @@ def _blocks(printed: str) -> dict[str, Block]:
         successors = re.findall(r"block\d+", after.split(" from")[0])
         lines = body.splitlines()
         spills = sum(_name(line).startswith(SPILL) for line in lines)
-        cycles = sum(map(_cycles, lines)), sum(map(_beside, lines))
-        moves = sum(bool(MOVE.search(line)) for line in lines) + spills
+        kinds = dict.fromkeys(KINDS, 0)
+        for line in lines:
+            kinds[_kind(line)] += _cycles(line)
+        beside = sum(map(_beside, lines))
         unpacks = sum(_name(line) == "and" for line in lines)
-        forms[-1][name] = successors, len(lines), spills, *cycles, moves, unpacks
+        forms[-1][name] = successors, len(lines), spills, tuple(kinds.values()), beside, unpacks
     most = max(map(len, forms))
     return [x for x in forms if len(x) == most][-1]
 
@@ -263,8 +294,23 @@ def _cycles(line: str) -> int:
     return 4 if name.startswith("iadd") and ":" in line.rpartition(" = ")[0] else SLOW.get(name, 1)
 
 
+def _kind(line: str) -> str:
+    return "copy" if MOVE.search(line) else KIND_OF.get(_name(line), "other")
+
+
 def _beside(line: str) -> int:
     return BESIDE.get(_name(line), 0)
+
+
+def _issued(blocks: Iterable[Block], together: bool = False) -> Cycles:
+    """Issue cycles by kinds of the blocks, one after the other, or `together`: what the second unit takes longer, of
+    integers mostly, is added to theirs."""
+    kinds, late = [0] * len(KINDS), 0
+    for block in blocks:
+        kinds = [x + y for x, y in zip(kinds, block[3], strict=True)]
+        late += block[4] - sum(block[3]) if together else max(0, block[4] - sum(block[3]))
+    kinds[KINDS.index("integer")] += max(0, late)
+    return tuple(kinds)
 
 
 def _spans(blocks: dict[str, Block]) -> list[tuple[int, int]]:
@@ -280,8 +326,9 @@ def _loops(blocks: dict[str, Block]) -> list[Loop]:
     for first, last in spans:
         within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
         mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]
-        count, spills, *cycles = (sum(blocks[order[i]][at] for i in mine) for at in range(1, 5))
-        out.append(Loop(count, max(cycles), spills))
+        own = [blocks[order[i]] for i in mine]
+        count, spills = (sum(block[at] for block in own) for at in (1, 2))
+        out.append(Loop(count, _issued(own, together=True), spills))
     return out
 
 
@@ -303,11 +350,10 @@ def _nests(blocks: dict[str, Block]) -> list[Nest]:
                 if not any(a <= x[0] and x[1] <= b and (a, b) != x for a, b in within)
             ]
             until = max(top)[0] - 1 if len(top) > 1 else first
-            cycles = {i: max(blocks[order[i]][3:5]) for i in mine}
-            moves, unpacks = (sum(blocks[order[i]][at] for i in mine) for at in (5, 6))
-            before = sum(n for i, n in cycles.items() if first < i < until)
-            unpacks += sum(x.unpacks for x in inner)
-            out.append(Nest(sum(cycles.values()), moves, before, unpacks, tuple(inner)))
+            own = {i: blocks[order[i]] for i in mine}
+            before = _issued(block for i, block in own.items() if first < i < until)
+            unpacks = sum(block[5] for block in own.values()) + sum(x.unpacks for x in inner)
+            out.append(Nest(_issued(own.values()), before, unpacks, tuple(inner)))
         return out
 
     return made(sorted(set(_spans(blocks))))

@@ -140,8 +140,15 @@ for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
 #endif
 {
   const device T* own_q = q + uint(head * rows + first_row) * uint(D);
+  const kv_floats taken = (kv_floats)shared_words;
+  if (HAS_DOWN && paged) {
+    for (uint i = thread_id; i < uint(QT * D); i += uint(32 * S)) {
+      taken[i] = i / uint(D) <= last_row ? float(own_q[i]) : 0.0f;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   const device float* map = second ? down_2 : down;
-  map += uint(head) % uint(size[second ? 10 : 9]) * uint(D * key_dims);
+  const uint first_map = uint(head) % uint(size[second ? 10 : 9]) * uint(D * key_dims);
   const uint width = uint(paged ? key_dims : D);
 #pragma unroll 1
   for (uint dim = thread_id; dim < uint(QB * 32); dim += uint(32 * S)) {
@@ -151,15 +158,21 @@ for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
       value[i] = 0.0f;
     }
     if (HAS_DOWN && paged && dim < width) {
-      constexpr uint AT_ONCE = D % 4 == 0 ? 4u : 1u;
+      constexpr int AT_ONCE = D % 4 == 0 ? 4 : 1;
 #pragma unroll 1
-      for (uint n = 0u; n < uint(D); n += AT_ONCE) {
+      for (uint n = 0u; n < uint(D); n += uint(AT_ONCE)) {
+        float times[AT_ONCE];
 #pragma unroll
-        for (uint k = n; k < n + AT_ONCE; k++) {
-          const float times = map[k * width + dim];
+        for (int k = 0; k < AT_ONCE; k++) {
+          times[k] = map[first_map + (n + uint(k)) * width + dim];
+        }
 #pragma unroll
-          for (int i = 0; i < QT; i++) {
-            value[i] = metal::fma(float(own_q[metal::min(uint(i), last_row) * uint(D) + k]), times, value[i]);
+        for (int i = 0; i < QT; i++) {
+          float query[AT_ONCE];
+          kv_load_shared<AT_ONCE>((kv_four)shared_words, (uint(i * D) + n) / uint(AT_ONCE), query);
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; k++) {
+            value[i] = metal::fma(query[k], times[k], value[i]);
           }
         }
       }
