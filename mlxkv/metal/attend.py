@@ -219,10 +219,11 @@ def attend(
         sum(counts), window_units, batch * heads * tiles * simdgroups, gpu.cores(builder)
     )
     splits = Splits.of_runs(wanted, counts)
-    up, down = _up(run), _down(run)
+    map_type = mx.float32 if dtype == mx.float32 else mx.float16
+    up, down = _up(run), _down(run, map_type)
     second, more_headers, down_2 = nothing(mx.uint32), nothing(mx.uint32), None
     if more_runs:
-        down_2 = _down(more_runs[0])
+        down_2 = _down(more_runs[0], map_type)
         up = _both_up(up, _up(more_runs[0]), batch, heads)
         second = more_runs[0].buffer
         if more_runs[0].headers is not None:
@@ -245,10 +246,10 @@ def attend(
             ),
             lengths.with_more(second_count),
             numbers,
-            nothing() if down is None else down,
+            nothing(map_type) if down is None else down,
             second,
             more_headers,
-            nothing() if down_2 is None else down_2,
+            nothing(map_type) if down_2 is None else down_2,
         ],
         {
             "T": dtype,
@@ -257,6 +258,7 @@ def attend(
             "PARTS": parts,
             "CAP": cap_bits(softcap),
             "HAS_DOWN": int(down is not None),
+            "MAP": map_type,
             **_attend_template(layout, dims, parts),
         },
         (32 * simdgroups * tiles, splits.total, batch * heads),
@@ -304,26 +306,26 @@ def attend(
     return merged.reshape(shape)
 
 
-def _down(run: Run) -> mx.array | None:
-    """Return the map of queries into the stored domain of keys: [D, R], [G, D, R] or [B, G, D, R] float32, or None."""
+def _down(run: Run, dtype: mx.Dtype) -> mx.array | None:
+    """Return the map of queries into the stored domain of keys: [D, R], [G, D, R] or [B, G, D, R], or None."""
     transform = run.transforms[0]
     if transform is None:
         return None
-    return _following(transform) if transform.up.ndim == 4 else _lasting(transform)
+    return _following(transform, dtype) if transform.up.ndim == 4 else _lasting(transform, dtype)
 
 
 @kept_with
-def _lasting(transform: Transform) -> mx.array:
-    """Return the map, `down` itself where that is the transpose of `up`: one matrix in memory less."""
+def _lasting(transform: Transform, dtype: mx.Dtype) -> mx.array:
     with mx.stream(mx.cpu):
-        turned = mx.contiguous(transform.up.swapaxes(-1, -2))
-        return transform.down if mx.array_equal(turned, transform.down).item() else turned
+        down = _following(transform, dtype)
+        mx.eval(down)
+    return down
 
 
 @kept_with
-def _following(transform: Transform) -> mx.array:
-    """Return the unevaluated map of a transform that follows the text."""
-    return mx.contiguous(transform.up.swapaxes(-1, -2))
+def _following(transform: Transform, dtype: mx.Dtype) -> mx.array:
+    """Return the map unevaluated: a transform that follows the text depends on tokens still being read."""
+    return mx.contiguous(transform.up.swapaxes(-1, -2)).astype(dtype)
 
 
 def _heads(down: mx.array | None) -> int:

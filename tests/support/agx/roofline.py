@@ -132,12 +132,12 @@ def ends(preset: str, dims: int, rows: int) -> float:
     took, record = _taken(preset, dims, rows)
     at = took.nests.index(record)
     _, _, simdgroups = attend.tile_of(layout_of(preset, dims), dims, rows)
-    # Loops over dims, of which one maps queries four dims a turn; then that over windows, which have threadgroups of
+    # Loops over dims, of which one maps queries 16 dims a turn; then that over windows, which have threadgroups of
     # their own.
     *before, _ = took.nests[:at]
     turns, cycles = -(-dims // (32 * simdgroups)), sum(took.outside)
     for loop in (*before, *took.nests[at + 1 :]):
-        cycles += turns * (loop.cycles + dims / 4 * sum(x.cycles for x in loop.inner))
+        cycles += turns * (loop.cycles + dims / 16 * sum(x.cycles for x in loop.inner))
     return cycles
 
 

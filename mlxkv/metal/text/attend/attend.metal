@@ -11,7 +11,7 @@
 //
 // q        [heads, rows, D]: queries of type T. scale[0]: attention scale times log2(e)
 // down, down_2 [size[9], size[10] heads of the batch, one for each kv head, or one; D, RK]: maps of queries into the
-//          stored domain of the keys of a run of pages, float (HAS_DOWN)
+//          stored domain of the keys of a run of pages, of type MAP (HAS_DOWN)
 // records  [.., capacity, RECORD]; headers [.., capacity / records of a page, HEADER]: kv heads are `capacity`
 //          apart; a sequence begins at its first record, the first of a page. So sequences of a batch may
 //          have buffers of their own, or lie side by side in one.
@@ -76,6 +76,10 @@ constexpr uint TOKEN = 4u * PARTS + 1u;  // entries of QT partial scores to a to
 constexpr uint PARTIAL = 8u * QT * TOKEN;  // fours of floats, of a team
 constexpr uint SHARED = PARTIAL + 8u * QT * SCALED + 2u;  // and probabilities, and factors of rows
 constexpr bool WIDE_Q = WIDE || DECODED_K;
+// Queries before they are mapped: in memory of their own, as far as there is enough, since in that of scores they cost
+// the loop copies.
+constexpr bool OWN_RAW = D <= 256;
+threadgroup float4 raw_words[HAS_DOWN && OWN_RAW ? (QT * D + 3) / 4 : 1];
 // Queries in the stored domain, before scales of channels are multiplied into them.
 threadgroup float4 stored_words[FOLDED ? QT * QB * 8 : 1];
 threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
@@ -140,14 +144,14 @@ for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
 #endif
 {
   const device T* own_q = q + uint(head * rows + first_row) * uint(D);
-  const kv_floats taken = (kv_floats)shared_words;
+  const kv_four raw = OWN_RAW ? (kv_four)raw_words : (kv_four)shared_words;
   if (HAS_DOWN && paged) {
     for (uint i = thread_id; i < uint(QT * D); i += uint(32 * S)) {
-      taken[i] = i / uint(D) <= last_row ? float(own_q[i]) : 0.0f;
+      ((kv_floats)raw)[i] = i / uint(D) <= last_row ? float(own_q[i]) : 0.0f;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  const device float* map = second ? down_2 : down;
+  const device MAP* map = second ? down_2 : down;
   const uint first_map = uint(head) % uint(size[second ? 10 : 9]) * uint(D * key_dims);
   const uint width = uint(paged ? key_dims : D);
 #pragma unroll 1
@@ -158,18 +162,22 @@ for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
       value[i] = 0.0f;
     }
     if (HAS_DOWN && paged && dim < width) {
-      constexpr int AT_ONCE = D % 4 == 0 ? 4 : 1;
+      constexpr int AT_ONCE = D % 16 == 0 ? 16 : D % 4 == 0 ? 4 : 1;  // loads in flight
+      constexpr int FOUR = D % 4 == 0 ? 4 : 1;
 #pragma unroll 1
       for (uint n = 0u; n < uint(D); n += uint(AT_ONCE)) {
         float times[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-          times[k] = map[first_map + (n + uint(k)) * width + dim];
+          times[k] = float(map[first_map + (n + uint(k)) * width + dim]);
         }
 #pragma unroll
         for (int i = 0; i < QT; i++) {
           float query[AT_ONCE];
-          kv_load_shared<AT_ONCE>((kv_four)shared_words, (uint(i * D) + n) / uint(AT_ONCE), query);
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; k += FOUR) {
+            kv_load_shared<FOUR>(raw, (uint(i * D + k) + n) / uint(FOUR), query + k);
+          }
 #pragma unroll
           for (int k = 0; k < AT_ONCE; k++) {
             value[i] = metal::fma(query[k], times[k], value[i]);
