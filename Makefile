@@ -7,7 +7,7 @@
 # make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
 #                   goes on where it was stopped, and writes runs/evidence.md
 # make agx         builds Mesa's compiler for Apple's GPUs outside the tree (Debian; once, 12 minutes, 700 MB) and writes the
-#                  table of what each kernel takes there; make agx ARGS="int4 128,256" for some
+#                  tables of what each kernel takes there and of predicted limits; ARGS="int4 128,256" for some
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the picture of README.md and take the output of its commands anew (seconds)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
@@ -59,6 +59,7 @@ evidence: $(VENV)/.installed
 agx: $(VENV)/.tested
 	@nice bash tests/support/agx/build.sh
 	@PYTHONPATH=tests/support $(BIN)/python -m agx $(ARGS)
+	@$(if $(ARGS),,PYTHONPATH=tests/support $(BIN)/python -m agx.roofline)
 
 reference: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.reference

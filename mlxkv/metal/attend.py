@@ -32,8 +32,8 @@ from mlxkv.metal.template import (
 SIMDGROUPS = 4  # per threadgroup
 SPLIT_RECORDS = 16  # minimum records per split, so that merging stays small
 FEW_RECORDS = 2 * SIMDGROUPS  # minimum records per split where the number of cores decides
-# Simdgroups to launch per Apple core.
-PER_CORE = 16
+# Simdgroups to launch per Apple core: as many as its registers hold, of 128 a thread.
+PER_CORE = 12
 MAX_SPLITS = 128
 MOST_NEW = DECODE_TOKENS  # most new tokens per call of `attend`: more are a prefill
 # Query rows per threadgroup: of codes that are multiplied as they are, of those that are decoded first.
@@ -43,6 +43,7 @@ MULTIPLIED = {"token", "channel", "shared", "blocks"}  # kinds of such codes
 LANE_BLOCKS = 12
 FEW_BLOCKS = 8  # blocks times rows for which threadgroup memory holds what four teams need
 MOST_GROUPS = 4  # of values whose scales multiply probabilities
+MOST_GROUPED_DIMS = 256  # beyond, threadgroup memory holds one scale of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +183,8 @@ def _decoded(at: SideLayout, parts: int) -> bool:
         return True
     if at.keys:
         return at.group % (2 * TOKENS) != 0 if at.channel else at.groups > 1
-    return at.channel or at.groups > MOST_GROUPS or (at.groups > 1 and at.group % BLOCK != 0)
+    apart = at.groups > 1 and (at.group % BLOCK != 0 or at.dims > MOST_GROUPED_DIMS)
+    return at.channel or at.groups > MOST_GROUPS or apart
 
 
 def attend(

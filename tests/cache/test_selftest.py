@@ -23,6 +23,13 @@ def test_kernels_pass(preset):
     assert found.errors["seal"] < selftest.QUANTIZE_BOUND / 2 and found.ties < 0.002
 
 
+def test_heads_of_512_dims_fit_in_threadgroup_memory():
+    """Of a dial preset that takes most of it: scales of several groups of values would be 700 bytes too many."""
+    shape = selftest.AttentionShape(4, 1)
+    backend = PortableBackend(make)
+    assert selftest.test(PRESETS["int3"], 512, mx.float16, backend, shape).reason is None
+
+
 def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
     """What TF32 does to a rotation: some codes fall to the other side, nothing is wrong."""
     monkeypatch.setattr(quantize, "DENSE_TOKENS", 0)

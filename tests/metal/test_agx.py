@@ -96,3 +96,33 @@ def test_what_costs_registers_and_code_is_seen(subtests):
         "PARTS = 4", "PARTS = 1"
     )
     assert compiler.takes(replace(text.kernel, source=source), text.threads).nest > NEST
+
+
+def test_cycles_by_kind_are_those_of_known_instructions(subtests):
+    """Of each kind 24 more in the loop over records, each from the last: a compiler can leave none out."""
+    text = roofline.text_of("int4", 128, 4, "attend")
+    start, end = "float o[QT * OB * 4];\n", "unit += 2;\n"
+    cases = {  # cycles of each
+        "multiply-add": (1, "more = metal::fma(more, more, float(lane));\n"),
+        "integer": (2, "bits = (bits | uint(unit)) + lane;\n"),
+        "memory": (1, "more = weight_floats[uint(more)];\n"),
+        "shuffle": (2, "more = simd_shuffle_xor(more, ushort(4)) + 1.0f;\n"),
+        "other": (1, "more = more * float(lane);\n"),
+    }
+
+    def kinds(added: str) -> dict[str, int]:
+        source = text.kernel.source.replace(
+            start, f"float more = 1.0f;\nuint bits = lane;\n{start}"
+        )
+        source = source.replace(end, added + end)
+        source += "if (more == 0.5f || bits == 7u) {\n  partial_stats[0] = 1.0f;\n}\n"
+        assert source.count(start) == source.count(end) == 1
+        took = compiler.takes(replace(text.kernel, source=source), text.threads)
+        record = max(took.nests, key=lambda nest: nest.unpacks)
+        return dict(zip(compiler.KINDS, record.kinds, strict=True))
+
+    usual = kinds("")
+    for kind, (cycles, line) in cases.items():
+        with subtests.test(kind):
+            more = kinds(24 * line)[kind] - usual[kind]
+            assert 24 * cycles <= more <= 24 * cycles + 4

@@ -80,8 +80,8 @@ constexpr bool WIDE_Q = WIDE || DECODED_K;
 // the loop copies.
 constexpr bool OWN_RAW = D <= 256;
 threadgroup float4 raw_words[HAS_DOWN && OWN_RAW ? (QT * D + 3) / 4 : 1];
-// Queries in the stored domain, before scales of channels are multiplied into them.
-threadgroup float4 stored_words[FOLDED ? QT * QB * 8 : 1];
+// Queries in the stored domain, before scales of channels are multiplied into them (FOLDED); at the end outputs.
+threadgroup float4 row_words[QT * 8 * (QB > PARTS * OB ? QB : PARTS * OB)];
 threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
 threadgroup float4 shared_words[TEAMS * SHARED];
 // Sums over a lane's tokens, for each of its rows: of probabilities, and of those times scales and biases of values.
@@ -90,7 +90,6 @@ constexpr int SUMS = (OWN * (1 + MORE) + 3) / 4 * 4;
 threadgroup float4 sum_words[S * 8 * SUMS];
 constexpr int COMMON = FOLDED ? S * QT : 1;
 threadgroup float common[COMMON];  // to the scores of a simdgroup's tokens, of its dims
-threadgroup float tile_out[QT * PARTS * OB * 32];
 threadgroup float tile_max[TEAMS * QT];
 threadgroup float tile_sum[TEAMS * QT];
 threadgroup float tile_more[TEAMS * QT * MORE];
@@ -200,7 +199,7 @@ for (int i = int(thread_id); i < 3 * KV_MIXED_MOST; i += 32 * S) {
       }
 #endif
       if (FOLDED && paged) {
-        ((kv_floats)stored_words)[at] = scaled;
+        ((kv_floats)row_words)[at] = scaled;
       } else {
         q_tile[MIXED && paged ? at : kv_query_place(at, 0)] = KvQuery<WIDE_Q>::type(scaled);
       }

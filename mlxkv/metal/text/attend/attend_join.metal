@@ -74,6 +74,7 @@ for (int q = 0; q < QT; q++) {
   }
 }
 const int out_blocks = paged ? PV : PD;  // of a simdgroup
+const kv_floats tile_out = (kv_floats)row_words;
 for (int n = 0; n < TEAMS; n++) {
   if (n == team) {
 #pragma unroll

@@ -37,7 +37,7 @@ if (paged) {
         for (uint q = own_row; q < uint(QT); q += ROWS_AT_ONCE) {
           float query[4] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (held) {
-            kv_load_shared<4>(stored_words, (q * uint(QB * 32) + dim) / 4u, query);
+            kv_load_shared<4>(row_words, (q * uint(QB * 32) + dim) / 4u, query);
           }
           float all = 0.0f;
           float times[4];
