@@ -118,6 +118,12 @@ def test_the_portable_body(subtests):
             assert rms(*attended(case, make, **BY_TOKEN, **options)) < BOUNDS[case[-1]]
 
 
+def test_parts_of_dims_that_are_no_whole_groups():
+    """A simdgroup's share of the values begins in the middle of a group."""
+    case = (160, 4, 1, 1, 3, 0, 7, 4, 4, mx.float32)
+    assert rms(*attended(case, make, "none", formats=((0, 0), (64, 0)))) < BOUNDS[mx.float32]
+
+
 def test_tiles(subtests):
     """With the lane maps of CUDA and Metal in turn."""
     for i, (case, options) in enumerate(TILES):

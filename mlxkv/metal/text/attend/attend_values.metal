@@ -142,8 +142,9 @@
                     run, of + uint(SIDE_K), lane, 4u * block + uint(2 * r), words);
               }
               if (BV % PARTS == 0 || uint(PV) * own_part + uint(n) < uint(BV)) {
-                // Weights of the block's group.
-                if (n == 0 || (SCALED > 1 && 32 * n % GROUP_V == 0)) {
+                // Weights of the block's group, of which a part of the dims may begin in the middle.
+                constexpr bool WITHIN = PARTS > 1 && 32 * PV % GROUP_V != 0;
+                if (n == 0 || (SCALED > 1 && (WITHIN || 32 * n % GROUP_V == 0))) {
                   const uint of_group = SCALED > 1 ? 32u * (uint(PV) * own_part + uint(n)) / uint(GROUP_V) : 0u;
                   kv_load_shared<2 * QT>(weights, of_group * 16u + uint(4 * r) + e / 2u + lane_now % 4u, of_tokens);
                 }
