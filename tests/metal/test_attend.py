@@ -124,6 +124,11 @@ def test_parts_of_dims_that_are_no_whole_groups():
     assert rms(*attended(case, make, "none", formats=((0, 0), (64, 0)))) < BOUNDS[mx.float32]
 
 
+def test_queries_that_need_more_memory_than_scores():
+    case = (384, 2, 1, 1, 3, 0, 7, 4, 4, mx.float32)
+    assert rms(*attended(case, make, "random", formats=((0, 0), (0, 0)))) < BOUNDS[mx.float32]
+
+
 def test_tiles(subtests):
     """With the lane maps of CUDA and Metal in turn."""
     for i, (case, options) in enumerate(TILES):

@@ -79,11 +79,12 @@ constexpr bool WIDE_Q = WIDE || DECODED_K;
 // Queries before they are mapped: in memory of their own, as far as there is enough, since in that of scores they cost
 // the loop copies.
 constexpr bool OWN_RAW = D <= 256;
-threadgroup float4 raw_words[HAS_DOWN && OWN_RAW ? (QT * D + 3) / 4 : 1];
+constexpr uint RAW = HAS_DOWN ? (QT * D + 3u) / 4u : 1u;  // fours of floats
+threadgroup float4 raw_words[OWN_RAW ? RAW : 1u];
 // Queries in the stored domain, before scales of channels are multiplied into them (FOLDED); at the end outputs.
 threadgroup float4 row_words[QT * 8 * (QB > PARTS * OB ? QB : PARTS * OB)];
 threadgroup uint4 query_words[(FOLDED ? TEAMS : 1) * QT * QB * (WIDE_Q ? 8 : 4)];
-threadgroup float4 shared_words[TEAMS * SHARED];
+threadgroup float4 shared_words[OWN_RAW || RAW < TEAMS * SHARED ? TEAMS * SHARED : RAW];
 // Sums over a lane's tokens, for each of its rows: of probabilities, and of those times scales and biases of values.
 constexpr int MORE = 2 * SCALED;
 constexpr int SUMS = (OWN * (1 + MORE) + 3) / 4 * 4;
