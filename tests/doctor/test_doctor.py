@@ -146,12 +146,14 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     layout = checks.record_layout(config, *config.dims(64, 64))
     kernels = layout, 64, mx.float16, trust.TILES
     trust.note(kernels, "was off by 3")
+    by_rows = *kernels[:3], trust.ROWS  # of the same bodies
+    trust.note(by_rows, "was off by 3")
     code, data, shown = ask(factory)
     predicted = 4 * 8192 / 16 * 936 / (4 * 40 * 1.578) / 1000
     row = next(x for x in data["kernels"] if x["body"] == "tiles" and x["state"] == "right")
     assert row["predicted_us"] == pytest.approx(predicted) and f"1 ({predicted:.0f})" in shown
     assert code == 0 and states_of(data)["int4", "tiles"] == "right" and "3.0x" in shown
-    assert trust.why_not(kernels) is None
+    assert trust.why_not(kernels) is trust.why_not(by_rows) is None
     with monkeypatch.context() as patch:
         patch.setattr(trust.os, "getpid", lambda: 1 << 30)
         for _ in range(trust.DEATHS):
