@@ -101,6 +101,7 @@ WIDE = config_of((8, 4, 3, 2, 1), (4, 3, 2, 1, 1))
 ATTENDED = [
     (80, config_of((8, 3, 1, 1), (1, 1, 1)), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
     (128, QUANTIZED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
+    (128, QUANTIZED[1][1], 8, 2, 1, make, mx.float16, 2e-3),
     (512, WIDE, 4, 2, 1, make, mx.float32, 5e-6),
     (64, low("static-0.75"), 4, 2, 2, make, mx.float32, 5e-6),
     (40, low("static-r24+kivi-int4/static-r24"), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
@@ -123,6 +124,18 @@ def test_attention_is_softmax_over_what_is_stored(subtests):
                 View(recent, sink, plain.read(0, PAGES)), mx.float32
             )
             assert rms(out, softmax(q, keys, values, dims**-0.5)) < bound
+
+
+def test_scores_that_grow_along_the_records():
+    """The running maximum is raised again, and what was summed before shrinks."""
+    ramp = mx.linspace(0.1, 4, 12 * PAGE)[:, None]
+    keys, values = (mx.array(data(1, 1, 12 * PAGE, 64, seed=i)) for i in range(2))
+    ours, plain = stores(config_of((4,), (2, 2, 1)), 64, make, 1, (keys * ramp, values))
+    recent = tuple(mx.array(data(1, 1, 5, 64, seed=2 + i)).astype(mx.float16) for i in range(2))
+    q = mx.array(data(1, 4, 1, 64, seed=9)).astype(mx.float16)
+    out = attend(q, View(recent, None, ours.read(0, 12)), 1.0)
+    right = attention.decode_all(View(recent, None, plain.read(0, 12)), mx.float32)
+    assert rms(out, softmax(q, *right, 1.0)) < 2e-3
 
 
 # -- which kernels

@@ -24,6 +24,7 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
     for name, batch, factory, dtype, dims, first, bound in [
         ("oja-r24+int4", 2, make, mx.float32, DIMS, 64, 1e-5),
         ("oja-r24+prompt", 2, make_mma, mx.float16, 40, 1, 2e-3),  # first the calibration's basis
+        ("oja-r24+prompt", 2, make, mx.float16, 40, 1, 2e-3),
         ("oja-r24+int8/int8", 1, make_mma, mx.float16, 40, 64, 2e-3),
     ]:
         with subtests.test(name=name, batch=batch, factory=factory):
