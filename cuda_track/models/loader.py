@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from cuda_track.models.attach_model import attach
@@ -43,7 +43,7 @@ def load(
     device: torch.device | str | None = None,
     calibration: Calibration | Path | str | None = None,
 ) -> Loaded:
-    """Load a folder, or `owner/name` of the hub, with the cache `kv`.
+    """Load a folder, a GGUF file of a family that transformers reads, or `owner/name` of the hub, with the cache `kv`.
 
     dtype: "float32", "float16" or "bfloat16"; by default as stored, on a CPU float32. Raises UserError.
     """
@@ -62,16 +62,16 @@ def load(
             f"[--model] {name} is a name for MLX weights; got it here; choose a model of "
             "transformers: owner/name on the hub, or a folder"
         )
-    mark = None
-    if source.folder is not None and source.folder.is_file():
-        raise UserError(
-            f"[--model] GGUF files are for MLX; got {source.folder}; choose a model of transformers: "
-            "owner/name on the hub, or a folder"
-        )
+    mark, gguf, given = None, {}, {}
     if source.folder is not None:
         checked = folder.check_folder(source.folder)
         mark = fingerprint(checked)
-        if "quantization" in checked.config:
+        if checked.is_gguf:
+            gguf = {"gguf_file": checked.path.name}
+            # As mlxkv reads it: transformers leaves out head dims of some families, and scaled positions.
+            config = {k: v for k, v in checked.config.items() if k != "quantization"}
+            given = {"config": AutoConfig.for_model(config.pop("model_type"), **config)}
+        elif "quantization" in checked.config:
             raise UserError(
                 f"[load] transformers cannot read weights that MLX has quantized; got {name}; choose a model of "
                 "transformers: owner/name on the hub, or a folder"
@@ -79,15 +79,26 @@ def load(
     location = source.folder or source.repo
     assert location is not None
     logging.disable_progress_bar()
-    kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
+    # A GGUF file names no type to compute in.
+    stored = torch.bfloat16 if gguf else "auto"
+    kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else stored
+    place = Path(location).parent if gguf else location
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=kind)
-        tokenizer = AutoTokenizer.from_pretrained(location)
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=kind, output_loading_info=True, **gguf, **given
+        )
+        model, info = loading
+        tokenizer = AutoTokenizer.from_pretrained(place, **gguf)
         bound(tokenizer, Path(location))
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"[load] transformers cannot read {name!r}: {brief(error)}") from None
+    if gguf and (absent := [*info["mismatched_keys"], *info["missing_keys"]]):
+        raise UserError(
+            f"[load] transformers cannot read {len(absent)} tensors of this file; got {name}, "
+            f"{absent[0]}; choose the folder that it was made from"
+        )
     model = model.to(device).eval()  # pyright: ignore[reportArgumentType] (its decorator hides `self`)
     vars(model)["_mlxkv_fingerprint"] = mark
     layers = attach(model, kv, calibration)
