@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console, errors
 from mlxkv.cache import selftest
-from mlxkv.cache.backends import PLAIN_OPS, PortableBackend, TileBackend
+from mlxkv.cache.backends import PLAIN_OPS, LatentBackend, PortableBackend, TileBackend
 from mlxkv.cache.choose import KernelPlan
 from mlxkv.catalog.reports import LayerReport
 from mlxkv.generate.generation import prefill_step
@@ -72,7 +72,7 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
         return None
     reason, tiled = (
         errors.reason(error),
-        any(isinstance(plan.backend, TileBackend) for plan in plans),
+        any(isinstance(plan.backend, TileBackend | LatentBackend) for plan in plans),
     )
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)

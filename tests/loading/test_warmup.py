@@ -1,5 +1,7 @@
 """Kernels are built when a model is loaded; what fails later is said, and something else goes on."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step, generation_stream
@@ -10,7 +12,8 @@ from serving import complete, get, refused, serving, text_of
 
 from mlxkv import errors
 from mlxkv.cache import selftest
-from mlxkv.cache.backends import PortableBackend
+from mlxkv.cache.backends import LatentBackend, PortableBackend, RowsBackend, TileBackend
+from mlxkv.cache.choose import KernelPlan
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
@@ -221,6 +224,17 @@ def test_an_error_drops_the_counters_of_tiles(folder):
         before = tiles._counters()
         assert step_down(loaded, RuntimeError(LOST)) is not None
         assert tiles._counters() is not before
+
+
+@pytest.mark.parametrize("backend", (TileBackend, RowsBackend, LatentBackend))
+def test_only_tiles_go_first(folder, backend):
+    with launch.using(make_tiles):
+        loaded = load(str(folder), "int4", dtype="float16")
+        plan = KernelPlan(backend(make_tiles))
+        loaded.layers[:] = [replace(layer, plan=plan) for layer in loaded.layers]
+        assert "portable kernels" in str(step_down(loaded, RuntimeError(LOST)))
+        assert launch.switched_off(launch.KERNELS) is None
+        assert LOST in str(launch.switched_off(launch.TILES))
 
 
 @pytest.mark.parametrize("alone", (False, True), ids=("batched", "alone"))
