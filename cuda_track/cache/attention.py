@@ -13,8 +13,8 @@ from weakref import ref
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cuda_track.cache.view import View
-from cuda_track.codec.codec import QuantizedPages
+from cuda_track.cache.view import Pair, View
+from cuda_track.codec.codec import QuantizedPages, both
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
 
@@ -90,7 +90,7 @@ def _prefill(queries, view: View, scale, mask: Mask, sink_logits, softcap):
     args, dtype = (scale, mask, sink_logits, softcap), queries.dtype
     runs = view.pages.parts if view.pages else ()
     if len(runs) != 1 or not all(code.is_square for code in runs[0].codecs):
-        return _plain(queries, *view.whole(dtype), *args)
+        return _plain(queries, *_whole(view, dtype), *args)
     keys, values = (_stored(view, runs[0], side, dtype) for side in (0, 1))
     (of_keys, of_values), kv_heads = (code.transform for code in runs[0].codecs), keys.shape[1]
     if of_keys is not None:
@@ -100,6 +100,23 @@ def _prefill(queries, view: View, scale, mask: Mask, sink_logits, softcap):
     if of_values is not None:
         out = of_values.restore(_heads_together(out, kv_heads), dtype).reshape(out.shape)
     return out
+
+
+def _whole(view: View, dtype: torch.dtype) -> Pair:
+    """Return keys and values of all tokens in the model's domain, [B, G, T, D] each."""
+    pages = view.pages
+    if not isinstance(pages, PoolPages):
+        return view.whole(dtype)
+
+    def joined(side: int) -> torch.Tensor:
+        code, window = pages.codecs[side], view.recent[side]
+        out = window.new_empty(*window.shape[:2], pages.tokens, code.dims, dtype=torch.float32)
+        launch.dequantize(pages, side, out, 0)
+        restored = out if code.transform is None else code.transform.restore(out)
+        *sink, recent = (pair[side].to(dtype) for pair in view.windows)
+        return torch.cat([*sink, restored.to(dtype), recent], 2)
+
+    return both(joined, (0, 1))
 
 
 def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -5,22 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import View
-from cuda_track.codec import packing
+from cuda_track.codec import mixed_bits, packing
 from cuda_track.codec.codec import both
+from cuda_track.codec.transform import Transform
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
-from cuda_track.kernels.pool import Pool
+from cuda_track.kernels.blocks import SHARED, BlockLayout
+from cuda_track.kernels.pool import Pool, PoolPages
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.quantizers import Affine, MixedBits
 from mlxkv.formats.records import NAMES
-from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
+from mlxkv.spec import bounds
+from mlxkv.spec import mixed_bits as spec
+from mlxkv.spec.bounds import (
+    BOUNDS,
+    Row,
+    compare_codes,
+    mask_at,
+    read_golden,
+    rms,
+    steps_off,
+    under,
+)
 from mlxkv.spec.rows import encode_cases
 
+HEAD = 64  # dims of a head whose 48 stored ones mixed bits have in the golden table
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
 
 
@@ -59,4 +75,57 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
             yield Row(table, case, expected.size, rms=far, bound=WEIGHTS_BOUND)
 
 
-TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))
+def mixed_bits_rows() -> Iterator[Row]:
+    """Mixed bits of a head that stores fewer dims than it has: encoded, decoded, attended to as keys and values. Each
+    of the four tokens of a row has the golden tokens in another order."""
+    golden, _ = read_golden("fill")
+    for key in bounds.keys(golden):
+        case, dims = under(golden, key), int(key.split(".")[0])
+        tokens = golden[f"{dims}.x"].shape[2]
+        order = np.concatenate([np.roll(np.arange(tokens), i) for i in range(SHARED)])
+        quantizer = MixedBits(2.0, tuple(int(bits) for bits in case["widths"]))
+        some = torch.eye(HEAD)[:, :dims]
+        code = TABLE.codec(Side(quantizer), HEAD, len(order), Transform(some, some.mT))
+        x = pad(TABLE.floats(golden[f"{dims}.x"][:, :, order]), (0, HEAD - dims))
+        q = pad(TABLE.floats(golden[f"{dims}.q"]), (0, HEAD - dims))
+        right = TABLE.array(mixed_bits.unpack(quantizer, TABLE.tensor(case["codes"][:, :, order])))
+        near = np.zeros(case["codes"].shape[2] * dims, bool)
+        near[case["near"]] = True
+        near = np.flatnonzero(near.reshape(-1, dims)[order])
+        scale = case["scale"][:, :, order]
+        decoded = spec.decode(right, scale.astype(np.float64), quantizer.widths)
+        layouts = (
+            BlockLayout(quantizer, len(order), True),
+            BlockLayout(quantizer, len(order), False),
+        )
+        pool = Pool()
+        pool.reserve(1, both(lambda at: at.shapes(1), layouts), x.device)
+        table, counts = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        pages = PoolPages((code, code), layouts, pool.sides, table, counts, len(order))
+        for i, (name, at, side) in enumerate(zip(NAMES, layouts, pool.sides, strict=True)):
+            launch.quantize_pages(code, x, at, side, [0])
+            found = at.restore({n: y[:1, None] for n, y in side.items()})
+            codes = TABLE.array(mixed_bits.unpack(quantizer, found["codes"]))
+            ties = mask_at(near, right.size)
+            yield compare_codes("encode", f"fill.{key}, {name}", codes, right, ties)
+            off = steps_off(TABLE.array(found["scale"]), scale)
+            yield Row("encode", f"fill.{key}.scale, {name}", scale.size, wrong=off)
+            given = {
+                "codes": TABLE.tensor(case["codes"][:, :, order]),
+                "scale": TABLE.tensor(scale),
+            }
+            for n, y in at.arrange(given).items():  # from here on what the spec stores
+                side[n][:1] = y[0]
+            out = x.new_empty(1, 1, len(order), dims)
+            launch.dequantize(pages, i, out, 0)
+            far = rms(TABLE.array(out), decoded)
+            yield Row("decode", f"fill.{key}, {name}", out.numel(), rms=far, bound=BOUNDS["decode"])
+        scores = case["scores"][0, 0, 0, order].astype(np.float64) * HEAD**-0.5
+        weights = np.exp(scores - scores.max())
+        none = (x[:, :, :0],) * 2
+        out = TABLE.array(launch.attend(q, pages, None, none, HEAD**-0.5)[..., :dims])
+        far = rms(out, weights / weights.sum() @ decoded)
+        yield Row("fill", f"attention.{key}", out.size, rms=far, bound=WEIGHTS_BOUND)
+
+
+TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"), mixed_bits_rows)

@@ -18,13 +18,17 @@ import torch
 
 from cuda_track.codec.codec import Codec, Stored, both
 from cuda_track.codec.transform import Transform
-from cuda_track.kernels import layout
+from cuda_track.kernels import blocks, layout
+from cuda_track.kernels.blocks import BlockLayout
+from cuda_track.kernels.layout import Layout, PlaneLayout
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.quantizers import MixedBits
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
 WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
+WINDOW = 32  # tokens of a window that a program reads at a time
 FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
@@ -58,8 +62,11 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
         return "low rank has no Triton kernel"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
-        config.values.quantizer, dims[1], config.page, keys=False
+    quantizers = config.keys.quantizer, config.values.quantizer
+    if len({isinstance(one, MixedBits) for one in quantizers}) > 1:
+        return "mixed bits beside other codes have no kernel"
+    return layout.why_not(quantizers[0], dims[0], config.page) or layout.why_not(
+        quantizers[1], dims[1], config.page, keys=False
     )
 
 
@@ -89,7 +96,10 @@ MEASURED = {
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
     """Return the launch that was fastest on an H200, for few rows of queries; else as many warps
-    as hold their part of the sums in registers (`tests/support/triton_compile.py`)."""
+    as hold their part of the sums in registers (`tests/support/triton_compile.py`). bits: 0 for mixed ones."""
+    if not bits:  # a product has 16 tokens or dims: more warps share its rows of queries
+        warps = min(4, padded // LEAST_ROWS)
+        return Launch(warps, max(1, (8 if dims <= 128 else 4) // warps), 4 if dims <= 128 else 3)
     if padded == LEAST_ROWS and bits in (2, 4):
         return MEASURED[dims]
     warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
@@ -143,7 +153,6 @@ def attend(
     recent, sink: (keys, values) [B, G, T, D]; recent holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
-    from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
     from cuda_track.kernels.transform import (
         many_merge_kernel,
         many_queries_kernel,
@@ -156,11 +165,12 @@ def attend(
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     keys, values = pages.layouts
-    tuned = tuned or launch(dims, values.quantizer.bits, padded)
     queries = queries.contiguous()
-    up_keys, up_values = (code.transform and code.transform.up for code in pages.codecs)
-    sides = [_constants(at) for at in pages.layouts]
     device, chained = queries.device, _chained(queries.device)
+    by_block = isinstance(keys, BlockLayout)
+    tuned = tuned or launch(dims, 0 if by_block else values.quantizer.bits, padded)
+    up_keys, up_values = _matrices(pages, dims)
+    of_keys = _constants(keys)
     parts, around = splits(
         pages.table.shape[1], keys.page, batch * kv_heads, device, tuned.programs
     )
@@ -173,12 +183,12 @@ def attend(
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, device=device)
     sums = torch.empty(
-        batch, kv_heads, 2, sides[0]["GROUPS"], padded, dtype=torch.float32, device=device
+        batch, kv_heads, 2, of_keys["GROUPS"], padded, dtype=torch.float32, device=device
     )
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, device=device)
     cast(Kernel, first)[(padded // (LEAST_ROWS if shared else 1), kv_heads, batch)](
         *(queries, _or(up_keys, q), q, sums, factors, rows, scale * LOG2E, _stride(up_keys)),
-        **{**sizes, **sides[0], "TURNED": up_keys is not None},
+        **{**sizes, **of_keys, "TURNED": up_keys is not None},
         **({"M": LEAST_ROWS} if shared else {}),
         num_warps=8 if dims <= 128 else 16,
     )
@@ -189,23 +199,20 @@ def attend(
     recent = both(rows_together, recent)
     sink = both(rows_together, sink) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
-    constants = Constants(
-        K=SideConstants(**sides[0]),
-        V=SideConstants(**sides[1]),
+    kernel, options = _reading(
+        pages,
+        tuned,
         R=dims,
         N=padded,
-        T=keys.step_tokens,
-        WINDOW=32,
         PAGE=keys.page,
-        CHANNEL=keys.channel_tokens,
         MASKED=visible is not None,
         CAPPED=softcap is not None,
         ASM=not interpreted() and torch.version.hip is None,
         STAGES=tuned.stages,
         WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
     )
-    cast(Kernel, attend_kernel)[(parts + around, kv_heads, batch)](
-        *(q, sums, factors, queries),
+    cast(Kernel, kernel)[(parts + around, kv_heads, batch)](
+        *((q, factors, queries) if by_block else (q, sums, factors, queries)),
         *(x for side in pages.sides for x in _tensors(side)),
         *(pages.table, pages.counts, *sink, *recent),
         *(0 if sink is recent else sink[0].shape[2], recent[0].shape[2]),
@@ -213,8 +220,7 @@ def attend(
         *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        C=constants,
-        EARLY=tuned.early,
+        **options,
         num_warps=tuned.warps,
         **chained,
         **({"maxnreg": tuned.registers} if tuned.registers and not interpreted() else {}),
@@ -238,15 +244,51 @@ def attend(
     return result
 
 
-def _constants(at: layout.PlaneLayout) -> dict[str, int]:
-    """Return the constants by which kernels read the codes of a side; GROUPS: of a token."""
+def _matrices(pages: PoolPages, dims: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what queries and outputs are multiplied with, [G, R, D] or [R, D] each; None: nothing."""
+    keys, values = pages.layouts
+    if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
+        return blocks.matrices(pages.codecs, (keys, values), dims, pages.table.device)
+    return both(lambda code: code.transform and code.transform.up, pages.codecs)
+
+
+def _reading(pages: PoolPages, tuned: Launch, **sizes) -> tuple[object, dict[str, object]]:
+    """Return the kernel that reads these pages, and the arguments of its own."""
+    keys, values = pages.layouts
+    if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
+        from cuda_track.kernels.mixed_bits import (
+            BlockConstants,
+            MixedConstants,
+            attend_mixed_kernel,
+        )
+
+        sides = both(
+            lambda at: BlockConstants(*zip(*at.places, strict=True), at.tiles, at.odd),
+            (keys, values),
+        )
+        window = WINDOW if sizes["R"] <= 128 else WINDOW // 2  # what one warp holds
+        return attend_mixed_kernel, {"C": MixedConstants(*sides, WINDOW=window, **sizes)}
+    from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
+
+    assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
+    sides = both(lambda at: SideConstants(**_constants(at)), (keys, values))
+    channel = keys.channel_tokens
+    constants = Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **sizes)
+    return attend_kernel, {"C": constants, "EARLY": tuned.early}
+
+
+def _constants(at: Layout) -> dict[str, int]:
+    """Return the constants by which kernels read the codes of a side; GROUPS: of a token. Of mixed bits those by
+    which queries keep their size."""
+    if isinstance(at, BlockLayout):
+        return {"BITS": 8, "PLANES": 4, "GROUPS": 1}
     groups = 1 if at.channel else at.groups
     return {"BITS": at.quantizer.bits, "PLANES": at.planes, "GROUPS": groups}
 
 
 def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a side; without a third bit its words stand in for those of the high one."""
-    return side["words"], side.get("high", side["words"]), side["numbers"]
+    """Return the tensors of a side; without a third bit, or half a tile, its words stand in for those."""
+    return side["words"], side.get("high", side.get("odd", side["words"])), side["numbers"]
 
 
 def _down_of(
@@ -289,11 +331,13 @@ def rows_together(x: torch.Tensor) -> torch.Tensor:
 def quantize_pages(
     code: Codec,
     x: torch.Tensor,
-    at: layout.PlaneLayout,
+    at: Layout,
     side: Stored,
     places: list[int] | torch.Tensor,
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
+    if isinstance(at, BlockLayout):
+        return _quantize_blocks(code, x, at, side, places)
     from cuda_track.kernels.encode import quantize_kernel
 
     batch, heads, tokens, dims = x.shape
@@ -322,14 +366,43 @@ def quantize_pages(
     )
 
 
+def _quantize_blocks(
+    code: Codec, x: torch.Tensor, at: BlockLayout, side: Stored, places: list[int] | torch.Tensor
+) -> None:
+    from cuda_track.kernels.mixed_bits import quantize_mixed_kernel
+
+    batch, heads, tokens, dims = x.shape
+    x, most = rows_together(x), QUANTIZED_TOKENS if dims <= 128 else QUANTIZED_TOKENS // 2
+    block = math.gcd(tokens, most)
+    down, of_head, parts = _down_of(blocks.whole(code.transform, dims), x.dtype)
+    cast(Kernel, quantize_mixed_kernel)[(tokens // block, heads, batch)](
+        *(x, _or(down, x), *_tensors(side), torch.as_tensor(places, device=x.device)),
+        *(blocks.numbers_of_dims(at, dims, x.device), blocks.recipe(at, dims, x.device)),
+        *(x.stride(0), x.stride(1), of_head, tokens // at.page, at.dims, at.quantizer.words),
+        **{"D": dims, "T": block, "PAGE": at.page, "KEYS": at.keys, "TURNED": down is not None},
+        **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK},
+        num_warps=8 if block == QUANTIZED_TOKENS or dims > 128 else 4,
+        num_stages=QUANTIZE_STAGES if block >= QUANTIZED_TOKENS else 2,
+    )
+
+
 def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
     `start` on."""
     from cuda_track.kernels.dequantize import dequantize_kernel
+    from cuda_track.kernels.mixed_bits import dequantize_mixed_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads, _, dims = out.shape
     longest_row = pages.table.shape[1]
+    if isinstance(at, BlockLayout):
+        cast(Kernel, dequantize_mixed_kernel)[(longest_row * at.steps, heads, batch)](
+            *(*_tensors(stored), pages.table, pages.counts, out, blocks.places_of(at, out.device)),
+            *(longest_row, start, out.stride(0), out.stride(1), len(at.places), at.tiles),
+            **{"PAGE": at.page, "KEYS": at.keys},
+            num_warps=4,
+        )
+        return
     cast(Kernel, dequantize_kernel)[(longest_row * (at.page // at.step_tokens), heads, batch)](
         *_tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),

@@ -12,7 +12,7 @@ nothing is shuffled, and a scale belongs to whole planes.
     3 bits  two sets of words: the low 2 bits, and the high bit
 
 P pages of the pool, T tokens of a page, G kv heads. Words are int8, int16 or int32. Files never see
-this order.
+this order. Mixed bits have another (`blocks`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import torch
 from cuda_track.codec import packing
 from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Codec, Stored
-from mlxkv.formats.quantizers import Affine
+from cuda_track.kernels import blocks
+from cuda_track.kernels.blocks import BlockLayout
+from mlxkv.formats.quantizers import Affine, MixedBits
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -138,26 +140,33 @@ class PlaneLayout:
         return stored if self.quantizer.symmetric else stored | {"bias": bias.contiguous()}
 
 
-def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
+Layout = PlaneLayout | BlockLayout
+
+
+def layouts(codecs: tuple[Codec, Codec]) -> tuple[Layout, Layout]:
     """Return the layouts of keys and of values."""
     return _layout(codecs[0], True), _layout(codecs[1], False)
 
 
-def _layout(code: Codec, keys: bool) -> PlaneLayout:
+def _layout(code: Codec, keys: bool) -> Layout:
+    if isinstance(code.quantizer, MixedBits):
+        return BlockLayout(code.quantizer, code.page, keys)
     assert isinstance(code.quantizer, Affine)  # by `why_not`
     return PlaneLayout(code.quantizer, code.dims, code.page, keys)
 
 
 def why_not(quantizer, dims: int, page: int, keys: bool = True) -> str | None:
     """Return why Triton does not read a side of heads of `dims`, or None."""
-    if not isinstance(quantizer, Affine):
-        return "only affine codes have a Triton kernel yet"
-    if quantizer.shared:
+    if not isinstance(quantizer, Affine | MixedBits):
+        return "only affine codes and mixed bits have a Triton kernel yet"
+    if isinstance(quantizer, Affine) and quantizer.shared:
         return "a scale that kv heads share has no Triton kernel"
-    if quantizer.axis == "channel" and not keys:
+    if isinstance(quantizer, Affine) and quantizer.axis == "channel" and not keys:
         return "values with scales per channel have no Triton kernel"
     if dims not in DIMS:
         return f"Triton reads heads of {', '.join(map(str, DIMS))} dims; got {dims}"
+    if isinstance(quantizer, MixedBits):
+        return blocks.why_not(quantizer, dims, page)
     at = PlaneLayout(quantizer, dims, page, keys)
     if at.channel and at.group & (at.group - 1):
         return f"groups of {at.group} tokens are no power of two"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.codec.codec import Codec, QuantizedPages, Stored, both
-from cuda_track.kernels.layout import PlaneLayout
+from cuda_track.kernels.layout import Layout
 
 GROWTH = 4  # spare capacity is a quarter of what is stored
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -76,7 +76,7 @@ class PoolPages(QuantizedPages):
     """
 
     codecs: tuple[Codec, Codec]
-    layouts: tuple[PlaneLayout, PlaneLayout]
+    layouts: tuple[Layout, Layout]
     sides: tuple[Stored, Stored]
     table: torch.Tensor
     counts: torch.Tensor

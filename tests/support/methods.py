@@ -97,6 +97,7 @@ METHODS = {
             MixedBits(2.9, (3, 3, 2, 1)),
         ),  # the second: an odd number of half words
         dims=64,
+        triton=True,
     ),
     "polar": Method(Polar(4, 4), Affine(4, 64), dims=128),
     "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128),

@@ -13,15 +13,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
 from cuda_track.kernels.encode import quantize_kernel
+from cuda_track.kernels.mixed_bits import (
+    BlockConstants,
+    MixedConstants,
+    attend_mixed_kernel,
+    dequantize_mixed_kernel,
+    quantize_mixed_kernel,
+)
 from cuda_track.kernels.transform import (
     many_merge_kernel,
     many_queries_kernel,
     merge_kernel,
     queries_kernel,
 )
+from mlxkv.formats.quantizers import MixedBits
 
 TYPES = {
     attend_kernel: {
@@ -53,6 +62,19 @@ TYPES = {
     quantize_kernel: {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"}
     },
+}
+TYPES[attend_mixed_kernel] = {
+    **TYPES[attend_kernel],
+    **dict.fromkeys(("k_words", "v_words"), "*i16"),
+    **dict.fromkeys(("k_odd", "v_odd"), "*i8"),
+}
+TYPES[quantize_mixed_kernel] = {
+    **{"x": "*bf16", "down": "*bf16", "words": "*i16", "odd": "*i8", "numbers": "*i32"},
+    **{"places": "*i64", "dims": "*fp32", "recipe": "*i32"},
+}
+TYPES[dequantize_mixed_kernel] = {
+    **{"words": "*i16", "odd": "*i8", "out": "*bf16"},
+    **dict.fromkeys(("numbers", "table", "pages", "block_places"), "*i32"),
 }
 TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
 WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
@@ -92,7 +114,38 @@ QUANTIZE["FUSED"] = True
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
+def attending_blocks(keys: tuple[int, ...], values: tuple[int, ...], **sizes: int) -> dict:
+    """Constants of attention over mixed bits with these widths."""
+    layouts = (BlockLayout(MixedBits(2.0, x), 64, x is keys) for x in (keys, values))
+    sides = [BlockConstants(*zip(*at.places, strict=True), at.tiles, at.odd) for at in layouts]
+    same = {name: x for name, x in PAGES.items() if name not in ("T", "CHANNEL")}
+    return {"C": MixedConstants(*sides, **{**SIZES, **same, **sizes}), "CHAINED": True}
+
+
+MIXED = (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)  # 128 dims, the values in half a tile more
+WIDE = (8, *(4,) * 3, *(3,) * 4, *(2,) * 4, *(1,) * 4), (*(3,) * 3, *(2,) * 8, *(1,) * 2)
 CASES = {
+    "attend mixed bits": (attend_mixed_kernel, attending_blocks(*MIXED), None, 1),
+    "attend mixed bits 64": (
+        attend_mixed_kernel,
+        attending_blocks((8, 4, 3, 1), (3, 2, 2), R=64),
+        *(None, 1),
+    ),
+    "attend mixed bits 256": (
+        attend_mixed_kernel,
+        attending_blocks(*WIDE, R=256, WINDOW=16),
+        *(None, 1),
+    ),
+    "quantize mixed bits": (
+        quantize_mixed_kernel,
+        {
+            **{n: QUANTIZE[n] for n in ("D", "T", "TURNED", "PARTS", "BLOCK")},
+            "PAGE": 64,
+            "KEYS": True,
+        },
+        *(None, 8),
+    ),
+    "dequantize mixed bits": (dequantize_mixed_kernel, {"PAGE": 64, "KEYS": False}, None, 4),
     "attend int4": (attend_kernel, attending(SIDE), ("int4", 128), 1),
     "attend int2 channels": (*(attend_kernel, attending(INT2, **BY_CHANNEL), ("int2", 128), 1),),
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
