@@ -82,8 +82,9 @@ def _middle(bits):
 
 @triton.constexpr_function
 def _ptx(bits, low, top):
-    """Return PTX by which two neighbours $4, and $5 of the other tile, become 1 + code / 2^b of four tokens, $0 to $3. Bits that cross
-    from one neighbour to the other lie where the mask has none."""
+    """Return PTX by which two neighbours $4, and $5 of the other tile, become 1 + code / 2^b of four tokens, $0 to $3.
+
+    Bits that cross from one neighbour to the other lie where the mask has none."""
     out = ["{", ".reg .b32 t, u;"]
     for k in range(4):
         pieces = [("$4", low % 16 + k * bits, bits, 10 - bits)]

@@ -220,7 +220,6 @@ def test_quantizing_and_dequantizing_are_those_of_plain_ops(page, subtests):
             config, pair = layer(dims, 2, keys, values, page)
             which, one = ((config.keys, pair.keys), (config.values, pair.values))[side]
             code = Codec(which, dims, page, one)
-            at = BlockLayout(code.quantizer, page, side == 0)
             x = torch.randn(2, 2, 2 * page + 7, dims).to(dtype)[:, :, 7:]
             x[0, 0, 3] = 0  # a token of zeros
             both_sides = CacheConfig(*(Side(which.quantizer, "fill"),) * 2, page=page)
