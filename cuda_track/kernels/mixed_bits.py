@@ -63,9 +63,17 @@ class MixedConstants(NamedTuple):
 
 
 @triton.constexpr_function
-def _of(table, i):
-    """Return number i of a table."""
-    return table[i]
+def _of(constants, keys, name, i=None):
+    """Return number `name` of a side, or number i of its table `name`."""
+    # Kernels of Triton 3.6 cannot take a side out of the constants and pass it on: it holds tuples itself.
+    found = getattr(constants.K if keys else constants.V, name)
+    return found if i is None else found[i]
+
+
+@triton.constexpr_function
+def _count(constants, keys):
+    """Return the number of blocks of a side."""
+    return len((constants.K if keys else constants.V).BITS)
 
 
 @triton.constexpr_function
@@ -93,7 +101,8 @@ def _ptx(bits, low, top):
         elif bits == 3:
             pieces = [("$4", low % 16 + k * 2, 2, 7), ("$5", top % 16 + k, 1, 9)]
         other = "0x3c003c00"
-        for number, (word, start, size, to) in enumerate(pieces, 1):
+        for number, piece in enumerate(pieces, 1):
+            word, start, size, to = piece
             moved = word
             if start != to:
                 move = f"shr.b32 t, {word}, {start - to}"
@@ -119,13 +128,13 @@ def _code(word, other, BITS: tl.constexpr, LOW: tl.constexpr, TOP: tl.constexpr,
 
 
 @triton.jit
-def _block(tiles, S: tl.constexpr, i: tl.constexpr, ASM: tl.constexpr):
+def _block(tiles, C: tl.constexpr, KEYS: tl.constexpr, i: tl.constexpr):
     """Return 1 + code / 2^b of block i, four matrices of 16 tokens, float16."""
-    BITS: tl.constexpr = _of(S.BITS, i)
-    LOW: tl.constexpr = _of(S.LOWS, i)
-    TOP: tl.constexpr = _of(S.TOPS, i)
+    BITS: tl.constexpr = _of(C, KEYS, "BITS", i)
+    LOW: tl.constexpr = _of(C, KEYS, "LOWS", i)
+    TOP: tl.constexpr = _of(C, KEYS, "TOPS", i)
     word, other = tiles[LOW // 16], tiles[_second(BITS, LOW, TOP)]
-    if ASM:
+    if C.ASM:
         return tl.inline_asm_elementwise(
             _ptx(BITS, LOW, TOP),
             "=r,=r,=r,=r,r,r",
@@ -142,13 +151,14 @@ def _block(tiles, S: tl.constexpr, i: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _tiles(words, odd, step, S: tl.constexpr):
+def _tiles(words, odd, step, C: tl.constexpr, KEYS: tl.constexpr):
     """Load the tiles of a step, int16 [16, 16]; above the half one lies what is no code."""
+    TILES: tl.constexpr = _of(C, KEYS, "TILES")
     at = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     out = ()
-    for i in tl.static_range(S.TILES):
-        out += (tl.load(words + step * (S.TILES * SIZE) + i * SIZE + at),)
-    if S.ODD:
+    for i in tl.static_range(TILES):
+        out += (tl.load(words + step * (TILES * SIZE) + i * SIZE + at),)
+    if _of(C, KEYS, "ODD"):
         out += (tl.load(odd + step * SIZE + at).to(tl.int16),)
     return out
 
@@ -207,13 +217,13 @@ def _mixed_pages(
     R: tl.constexpr = C.R
     N: tl.constexpr = C.N
     STEPS: tl.constexpr = C.PAGE // STEP
-    K_BLOCKS: tl.constexpr = len(C.K.BITS)
-    V_BLOCKS: tl.constexpr = len(C.V.BITS)
+    K_BLOCKS: tl.constexpr = _count(C, True)
+    V_BLOCKS: tl.constexpr = _count(C, False)
     n, j = tl.arange(0, N), tl.arange(0, DIMS)
     q, shift = (), tl.zeros([DIMS, N], tl.float32)  # q^T of each block [16, N]
     for i in tl.static_range(K_BLOCKS):
         q += (tl.load(queries + n[None, :] * R + i * DIMS + j[:, None]),)
-        shift += q[i].to(tl.float32) * _middle(_of(C.K.BITS, i))
+        shift += q[i].to(tl.float32) * _middle(_of(C, True, "BITS", i))
     shift = tl.sum(shift, 0)
     factor = tl.load(factors + n)
     top = tl.full([N], -float("inf"), tl.float32)
@@ -228,14 +238,14 @@ def _mixed_pages(
     for page in tl.range(first, last, num_stages=C.STAGES):
         place = (tl.load(table + page).to(tl.int64) * heads + g) * STEPS
         for step in tl.static_range(STEPS):
-            kw = _tiles(k_words, k_odd, place + step, C.K)
-            vw = _tiles(v_words, v_odd, place + step, C.V)
+            kw = _tiles(k_words, k_odd, place + step, C, True)
+            vw = _tiles(v_words, v_odd, place + step, C, False)
             k_scales = _scales(k_numbers, place + step)
             v_scales = _scales(v_numbers, place + step)
 
             s = (tl.zeros([ROWS, N], tl.float32) - shift[None, :],) * SHARED
             for i in tl.static_range(K_BLOCKS):
-                k = _block(kw, C.K, i, C.ASM)
+                k = _block(kw, C, True, i)
                 new_s = ()
                 for m in tl.static_range(SHARED):
                     new_s += (tl.dot(k[m], q[i], s[m]),)
@@ -265,7 +275,7 @@ def _mixed_pages(
             weight = weight * decay[None, :] + part
             new_out = ()
             for i in tl.static_range(V_BLOCKS):
-                v = _block(vw, C.V, i, C.ASM)
+                v = _block(vw, C, False, i)
                 part = tl.dot(v[0], weights[0])
                 for m in tl.static_range(1, SHARED):
                     part = tl.dot(v[m], weights[m], part)
@@ -277,7 +287,7 @@ def _mixed_pages(
     weight = tl.sum(weight, 0) / ROWS
     for i in tl.static_range(R // DIMS):
         if i < V_BLOCKS:
-            x = out[i] - weight[None, :] * _middle(_of(C.V.BITS, i))
+            x = out[i] - weight[None, :] * _middle(_of(C, False, "BITS", i))
         else:  # dims that are not stored
             x = tl.zeros([DIMS, N], tl.float32)
         at = part_out + n[None, :] * R + i * DIMS + j[:, None]
