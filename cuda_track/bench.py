@@ -163,6 +163,7 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     codecs = codecs_of(config, (shape.dims, shape.dims), None, device)
     layouts, total, sides = layout.layouts(codecs), shape.batch * count, []
     for at in layouts:
+        assert isinstance(at, layout.PlaneLayout)  # as all of FORMATS
         side = {}
         for name, (size, dtype) in at.shapes(shape.kv_heads).items():
             if name == "numbers":  # scale .25, bias so that codes have mean 0

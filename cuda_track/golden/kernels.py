@@ -122,7 +122,7 @@ def mixed_bits_rows() -> Iterator[Row]:
             yield Row("decode", f"fill.{key}, {name}", out.numel(), rms=far, bound=BOUNDS["decode"])
         scores = case["scores"][0, 0, 0, order].astype(np.float64) * HEAD**-0.5
         weights = np.exp(scores - scores.max())
-        none = (x[:, :, :0],) * 2
+        none = x[:, :, :0], x[:, :, :0]
         out = TABLE.array(launch.attend(q, pages, None, none, HEAD**-0.5)[..., :dims])
         far = rms(out, weights / weights.sum() @ decoded)
         yield Row("fill", f"attention.{key}", out.size, rms=far, bound=WEIGHTS_BOUND)

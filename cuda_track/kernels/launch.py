@@ -167,7 +167,7 @@ def attend(
     keys, values = pages.layouts
     queries = queries.contiguous()
     device, chained = queries.device, _chained(queries.device)
-    by_block = isinstance(keys, BlockLayout)
+    by_block = isinstance(values, BlockLayout)
     tuned = tuned or launch(dims, 0 if by_block else values.quantizer.bits, padded)
     up_keys, up_values = _matrices(pages, dims)
     of_keys = _constants(keys)
@@ -257,15 +257,12 @@ def _reading(pages: PoolPages, tuned: Launch, **sizes) -> tuple[object, dict[str
     keys, values = pages.layouts
     if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
         from cuda_track.kernels.mixed_bits import (
-            BlockConstants,
             MixedConstants,
             attend_mixed_kernel,
+            block_constants,
         )
 
-        sides = both(
-            lambda at: BlockConstants(*zip(*at.places, strict=True), at.tiles, at.odd),
-            (keys, values),
-        )
+        sides = both(block_constants, (keys, values))
         window = WINDOW if sizes["R"] <= 128 else WINDOW // 2  # what one warp holds
         return attend_mixed_kernel, {"C": MixedConstants(*sides, WINDOW=window, **sizes)}
     from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel

@@ -20,16 +20,17 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from cuda_track.kernels import blocks
 from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import halves
 from cuda_track.kernels.decode import COUNTS, LANES, _capped, _lane_sums, _windows
 from cuda_track.kernels.encode import HALF_MAX, ROUNDS, _half, _transformed
 
-DIMS = tl.constexpr(16)  # of a block
-ROWS = tl.constexpr(16)  # of a tile
-SHARED = tl.constexpr(4)  # tokens of a row, 16 apart
-STEP = tl.constexpr(64)  # tokens of a tile
-SIZE = tl.constexpr(256)  # numbers of a tile
+DIMS = tl.constexpr(blocks.DIMS)  # of a block
+ROWS = tl.constexpr(blocks.ROWS)  # of a tile
+SHARED = tl.constexpr(blocks.SHARED)  # tokens of a row, 16 apart
+STEP = tl.constexpr(blocks.STEP)  # tokens of a tile
+SIZE = tl.constexpr(blocks.ROWS * blocks.DIMS)  # numbers of a tile
 ONE = tl.constexpr(0x3C00)
 MANTISSA = tl.constexpr(10)
 
@@ -43,6 +44,12 @@ class BlockConstants(NamedTuple):
     TOPS: tuple[int, ...]
     TILES: int
     ODD: bool
+
+
+def block_constants(at: blocks.BlockLayout) -> BlockConstants:
+    """Return the constants of a side."""
+    bits, lows, tops = zip(*at.places, strict=True)
+    return BlockConstants(bits, lows, tops, at.tiles, at.odd)
 
 
 class MixedConstants(NamedTuple):

@@ -18,9 +18,9 @@ from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
 from cuda_track.kernels.encode import quantize_kernel
 from cuda_track.kernels.mixed_bits import (
-    BlockConstants,
     MixedConstants,
     attend_mixed_kernel,
+    block_constants,
     dequantize_mixed_kernel,
     quantize_mixed_kernel,
 )
@@ -116,10 +116,12 @@ BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 def attending_blocks(keys: tuple[int, ...], values: tuple[int, ...], **sizes: int) -> dict:
     """Constants of attention over mixed bits with these widths."""
-    layouts = (BlockLayout(MixedBits(2.0, x), 64, x is keys) for x in (keys, values))
-    sides = [BlockConstants(*zip(*at.places, strict=True), at.tiles, at.odd) for at in layouts]
+    of_keys, of_values = (
+        block_constants(BlockLayout(MixedBits(2.0, x), 64, x is keys)) for x in (keys, values)
+    )
     same = {name: x for name, x in PAGES.items() if name not in ("T", "CHANNEL")}
-    return {"C": MixedConstants(*sides, **{**SIZES, **same, **sizes}), "CHAINED": True}
+    constants = MixedConstants(of_keys, of_values, **{**SIZES, **same, **sizes})
+    return {"C": constants, "CHAINED": True}
 
 
 MIXED = (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)  # 128 dims, the values in half a tile more
