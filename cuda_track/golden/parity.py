@@ -104,7 +104,8 @@ def page(columns: dict[str, Rows], sets_by_row: dict[Key, str], notes: list[str]
     out.append("|" + "---|" * (4 + len(columns)))
     for (name, method), by_column in lines.items():
         longest = max(by_column.values(), key=len)
-        bound = max(row["bound"] for row in longest)
+        # The page says above what Triton may have instead.
+        bound = min(max(row["bound"] for row in rows) for rows in by_column.values())
         cells = [
             NOT_RUN if rows is None else cell(by_column.get(column, ()))
             for column, rows in columns.items()
