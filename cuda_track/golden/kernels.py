@@ -17,7 +17,7 @@ from cuda_track.codec.codec import both
 from cuda_track.codec.transform import Transform
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
-from cuda_track.kernels.blocks import SHARED, BlockLayout
+from cuda_track.kernels.blocks import SHARED
 from cuda_track.kernels.pool import Pool, PoolPages
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine, MixedBits
@@ -94,11 +94,7 @@ def mixed_bits_rows() -> Iterator[Row]:
         near = np.flatnonzero(near.reshape(-1, dims)[order])
         scale = case["scale"][:, :, order]
         decoded = spec.decode(right, scale.astype(np.float64), quantizer.widths)
-        layouts = (
-            BlockLayout(quantizer, len(order), True),
-            BlockLayout(quantizer, len(order), False),
-        )
-        pool = Pool()
+        layouts, pool = layout.layouts((code, code)), Pool()
         pool.reserve(1, both(lambda at: at.shapes(1), layouts), x.device)
         table, counts = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         pages = PoolPages((code, code), layouts, pool.sides, table, counts, len(order))
