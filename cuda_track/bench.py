@@ -28,6 +28,7 @@ from cuda_track.kernels import launch as kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
 from cuda_track.kernels.pool import PoolPages
+from cuda_track.kernels.record import Record
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
@@ -161,22 +162,22 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     """Return pages of random codes at shuffled places of a pool."""
     device, count = torch.get_default_device(), tokens // config.page
     codecs = codecs_of(config, (shape.dims, shape.dims), None, device)
-    layouts, total, sides = layout.layouts(codecs), shape.batch * count, []
-    for at in layouts:
+    layouts, total = layout.layouts(codecs), shape.batch * count
+    record = Record(layouts)
+    sides = record.views(record.empty(total, shape.kv_heads, device))
+    for at, side in zip(layouts, sides, strict=True):
         assert isinstance(at, layout.PlaneLayout)  # as all of FORMATS
-        side = {}
-        for name, (size, dtype) in at.shapes(shape.kv_heads).items():
+        for name, x in side.items():
             if name == "numbers":  # scale .25, bias so that codes have mean 0
                 bias = -0.25 * (2**at.quantizer.bits - 1) / 2
                 pair = torch.tensor([0.25, bias], dtype=torch.float16, device=device)
-                side[name] = pair.view(torch.int32).expand(total, *size).contiguous()
+                x[:] = pair.view(torch.int32)
             else:
-                limits = torch.iinfo(dtype)
-                side[name] = torch.randint(limits.min, limits.max, (total, *size), dtype=dtype)
-        sides.append(side)
+                limits = torch.iinfo(x.dtype)
+                x[:] = torch.randint(limits.min, limits.max, x.shape, dtype=x.dtype)
     table = torch.randperm(total, device=device).int().view(shape.batch, count)
     counts = torch.full((shape.batch,), count, dtype=torch.int32, device=device)
-    return PoolPages(codecs, layouts, tuple(sides), table, counts, tokens)
+    return PoolPages(codecs, layouts, sides, table, counts, tokens)
 
 
 def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Pair, Pair]:
@@ -237,8 +238,9 @@ def quantize_rows(formats: list[str]) -> Iterator[Row]:
     for name, (i, label) in product(formats, enumerate(("keys", "values"))):
         config = FORMATS[name]
         store = Paged(config, codecs_of(config, (shape.dims, shape.dims), None, device))
-        count, shapes = shape.tokens // config.page, both(lambda at: at.shapes(8), store.layouts)
-        places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
+        count = shape.tokens // config.page
+        reserved = store.pool.reserve(count, store.record, shape.kv_heads, device)
+        places = torch.tensor(reserved, device=device)
         code, to = store.codecs[i], (store.layouts[i], store.pool.sides[i], places)
 
         def quantize(q: torch.Tensor, y: torch.Tensor, code=code, to=to) -> torch.Tensor:

@@ -14,6 +14,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.records import as_codes
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool, PoolPages
+from cuda_track.kernels.record import Record
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 
@@ -104,6 +105,7 @@ class Paged:
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec], pool: Pool | None = None):
         self.config, self.codecs, self.pool = config, codecs, pool or Pool()
         self.layouts = layout.layouts(codecs)
+        self.record = Record(self.layouts)
         self.rows: list[list[int]] = []  # places of the pages of each row of the batch
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -116,8 +118,7 @@ class Paged:
         stop = start + count * self.config.page
         pair = both(lambda x: x[:, :, start:stop], pair)
         batch, heads, _, _ = pair[0].shape
-        shapes = both(lambda at: at.shapes(heads), self.layouts)
-        places = self.pool.reserve(batch * count, shapes, pair[0].device)
+        places = self.pool.reserve(batch * count, self.record, heads, pair[0].device)
         for code, x, at, side in zip(self.codecs, pair, self.layouts, self.pool.sides, strict=True):
             launch.quantize_pages(code, x, at, side, places)
         self._hand_out(places, batch, count)
@@ -180,7 +181,7 @@ class Paged:
 
     def arrays(self) -> list[torch.Tensor]:
         """Return what is allocated."""
-        return [x for side in self.pool.sides for x in side.values()]
+        return [self.pool.bytes] if self.pool.holders else []
 
     @property
     def state(self) -> dict[str, Stored]:
@@ -195,4 +196,4 @@ class Paged:
         sides = keys.arrange(state[NAMES[0]]), values.arrange(state[NAMES[1]])  # [B, n, G, ...]
         batch, count = sides[0]["words"].shape[:2]
         flat = both(lambda side: {name: x.flatten(0, 1) for name, x in side.items()}, sides)
-        self._hand_out(self.pool.add(flat), batch, count)
+        self._hand_out(self.pool.add(flat, self.record), batch, count)

@@ -19,6 +19,7 @@ from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.blocks import SHARED
 from cuda_track.kernels.pool import Pool, PoolPages
+from cuda_track.kernels.record import Record
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine, MixedBits
 from mlxkv.formats.records import NAMES
@@ -49,8 +50,8 @@ def quantize_rows() -> Iterator[Row]:
             if not isinstance(quantizer, Affine) or layout.why_not(quantizer, dims, page, keys):
                 continue
             at = layout.PlaneLayout(quantizer, dims, page, keys)
-            pool, shapes = Pool(), at.shapes(x.shape[1])
-            places = pool.reserve(x.shape[0], (shapes, shapes), x.device)
+            pool = Pool()
+            places = pool.reserve(x.shape[0], Record((at, at)), x.shape[1], x.device)
             launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
             pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
             codes = packing.unpack(at.restore(pages)["codes"], quantizer.bits, dims)
@@ -95,7 +96,7 @@ def mixed_bits_rows() -> Iterator[Row]:
         scale = case["scale"][:, :, order]
         decoded = spec.decode(right, scale.astype(np.float64), quantizer.widths)
         layouts, pool = layout.layouts((code, code)), Pool()
-        pool.reserve(1, both(lambda at: at.shapes(1), layouts), x.device)
+        pool.reserve(1, Record(layouts), 1, x.device)
         table, counts = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         pages = PoolPages((code, code), layouts, pool.sides, table, counts, len(order))
         for i, (name, at, side) in enumerate(zip(NAMES, layouts, pool.sides, strict=True)):

@@ -98,6 +98,12 @@ def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.conste
 
 
 @triton.jit
+def at_record(field, place, RECORD):
+    """Return where tensor `field` of record `place` lies. RECORD: 32-bit words of a record."""
+    return field + place * (RECORD * (32 // field.dtype.element_ty.primitive_bitwidth))
+
+
+@triton.jit
 def halves(numbers):
     """(scale, bias) float32 of packed float16 pairs."""
     scale = (numbers & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from cuda_track.kernels.chained import launch_next, wait_for_previous
-from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
+from cuda_track.kernels.codes import OFFSET, at_record, gain_bits, halves, planes
 
 LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
 
@@ -51,6 +51,7 @@ class Constants(NamedTuple):
     T: int
     WINDOW: int
     PAGE: int
+    RECORD: int
     CHANNEL: int
     MASKED: bool
     CAPPED: bool
@@ -201,26 +202,26 @@ def _pages(
         place = tl.load(table + page).to(tl.int64) * heads + g
         for step in tl.static_range(PAGE // T):
             t = step * T + tl.arange(0, T)
-            kw = tl.load(k_words + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
-            vw = tl.load(v_words + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
+            kw = tl.load(at_record(k_words, place, C.RECORD) + t[:, None] * KJ + kj[None, :])
+            vw = tl.load(at_record(v_words, place, C.RECORD) + vj[:, None] * PAGE + t[None, :])
             kh, vh = kw, vw
             if C.K.BITS == 3:
-                kh = tl.load(k_high + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
+                kh = tl.load(at_record(k_high, place, C.RECORD) + t[:, None] * KJ + kj[None, :])
             if C.V.BITS == 3:
-                vh = tl.load(v_high + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
-            vn = v_numbers + place * (V_GROUPS * PAGE) + t
+                vh = tl.load(at_record(v_high, place, C.RECORD) + vj[:, None] * PAGE + t[None, :])
+            vn = at_record(v_numbers, place, C.RECORD) + t
 
             k = planes(kw, kh, C.K.BITS, K_PLANES, C.ASM)
             if C.CHANNEL:
                 if step * T % C.CHANNEL == 0:
-                    kn = k_numbers + (place * (PAGE // C.CHANNEL) + step * T // C.CHANNEL) * R
+                    kn = at_record(k_numbers, place, C.RECORD) + step * T // C.CHANNEL * R
                     folded, largest, shift, extra = _fold(q, kn, KJ, C.K.BITS, K_PLANES)
                     scaled, extra = factor * largest, factor * extra
                 s = tl.zeros([T, N], tl.float32) - shift[None, :]
                 for i in tl.static_range(K_PLANES):
                     s = tl.dot(k[i], folded[i], s)
             else:
-                kn = k_numbers + place * (C.K.GROUPS * PAGE) + t
+                kn = at_record(k_numbers, place, C.RECORD) + t
                 scaled, extra, s = factor, tl.zeros([N], tl.float32), tl.zeros([T, N], tl.float32)
                 for i in tl.static_range(K_PLANES):
                     if i % KE == 0:  # a group begins: its products, without the offset's share

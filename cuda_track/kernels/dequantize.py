@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.codes import halves
+from cuda_track.kernels.codes import at_record, halves
 
 
 @triton.jit(do_not_specialize=["row_pages", "start"])
 def dequantize_kernel(
     words, high, numbers, table, pages, out,  # of one side; [B, row_pages], [B]; [B, G, tokens, R]
-    row_pages, start, out_row, out_head,
+    row_pages, start, out_row, out_head, record,
     R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -27,24 +27,25 @@ def dequantize_kernel(
         t, r, j = block % (PAGE // T) * T + tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
         place = tl.load(table + b * row_pages + page).to(tl.int64) * tl.num_programs(1) + g
         if KEYS:
-            at = place * (PAGE * J) + t[:, None] * J + j[None, :]
+            at = t[:, None] * J + j[None, :]
         else:
-            at = place * (PAGE * J) + t[:, None] + j[None, :] * PAGE
+            at = t[:, None] + j[None, :] * PAGE
         plane = tl.arange(0, PLANES)[None, :, None]
-        word = tl.load(words + at).to(tl.int32)[:, None, :]
+        word = tl.load(at_record(words, place, record) + at).to(tl.int32)[:, None, :]
         if BITS == 3:
-            high_bits = tl.load(high + at).to(tl.int32)[:, None, :]
+            high_bits = tl.load(at_record(high, place, record) + at).to(tl.int32)[:, None, :]
             code = (word >> (plane * 2) & 3) | (high_bits >> plane & 1) << 2
         else:
             code = word >> (plane * BITS) & ((1 << BITS) - 1)
         x = code.to(tl.float32)
         if CHANNEL:
-            row = place * (PAGE // CHANNEL) + block % (PAGE // T) * T // CHANNEL
-            scale, bias = halves(tl.load(numbers + row * R + r))
+            row = block % (PAGE // T) * T // CHANNEL
+            scale, bias = halves(tl.load(at_record(numbers, place, record) + row * R + r))
             x = tl.reshape(x, [T, R]) * scale[None, :] + bias[None, :]
         else:
             group = tl.arange(0, GROUPS)
-            pairs = tl.load(numbers + (place * GROUPS + group[None, :]) * PAGE + t[:, None])
+            at = at_record(numbers, place, record) + group[None, :] * PAGE + t[:, None]
+            pairs = tl.load(at)
             scale, bias = halves(pairs)
             x = tl.reshape(x, [T, GROUPS, R // GROUPS]) * scale[:, :, None] + bias[:, :, None]
             x = tl.reshape(x, [T, R])

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cuda_track.kernels.codes import at_record
+
 HALF_MAX = tl.constexpr(65504.0)
 # Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.
 ROUNDS = tl.constexpr(12582912.0)
@@ -100,7 +102,7 @@ def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, F
 @triton.jit(do_not_specialize=["pages"])
 def quantize_kernel(
     x, down, words, high, numbers, places,  # places: [B, pages] int64, in the pool
-    x_row, x_head, down_head, pages,
+    x_row, x_head, down_head, pages, record,
     D: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr,
     CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
@@ -129,22 +131,19 @@ def quantize_kernel(
 
     place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
     inside = (first + t) % PAGE
-    if KEYS:
-        at = (place * (PAGE * J) + inside * J)[:, None] + j[None, :]
-    else:
-        at = (place * (PAGE * J) + inside)[:, None] + j[None, :] * PAGE
+    at = inside[:, None] * J + j[None, :] if KEYS else inside[:, None] + j[None, :] * PAGE
     plane = tl.arange(0, PLANES)[None, :, None]
     if BITS == 3:
-        _store(words + at, tl.sum((code & 3) << (plane * 2), 1))
-        _store(high + at, tl.sum((code >> 2) << plane, 1))
+        _store(at_record(words, place[:, None], record) + at, tl.sum((code & 3) << (plane * 2), 1))
+        _store(at_record(high, place[:, None], record) + at, tl.sum((code >> 2) << plane, 1))
     else:
-        _store(words + at, tl.sum(code << (plane * BITS), 1))
+        _store(at_record(words, place[:, None], record) + at, tl.sum(code << (plane * BITS), 1))
     if CHANNEL:
         place = tl.load(places + b * pages + first // PAGE) * tl.num_programs(1) + g
-        at = (place * GROUPS + first % PAGE // CHANNEL) * R + r
+        tl.store(at_record(numbers, place, record) + first % PAGE // CHANNEL * R + r, pair)
     else:
-        at = (place * (GROUPS * PAGE) + inside)[:, None] + group[None, :] * PAGE
-    tl.store(numbers + at, pair)
+        at = inside[:, None] + group[None, :] * PAGE
+        tl.store(at_record(numbers, place[:, None], record) + at, pair)
 
 
 @triton.jit

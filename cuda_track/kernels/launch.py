@@ -18,7 +18,7 @@ import torch
 
 from cuda_track.codec.codec import Codec, Stored, both
 from cuda_track.codec.transform import Transform
-from cuda_track.kernels import blocks, layout
+from cuda_track.kernels import blocks, layout, record
 from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.layout import Layout, PlaneLayout
 from cuda_track.kernels.pool import PoolPages
@@ -206,6 +206,7 @@ def attend(
         R=dims,
         N=padded,
         PAGE=keys.page,
+        RECORD=record.stride(pages.sides[0]),
         MASKED=visible is not None,
         CAPPED=softcap is not None,
         ASM=not interpreted() and torch.version.hip is None,
@@ -348,7 +349,7 @@ def quantize_pages(
     cast(Kernel, quantize_kernel)[(tokens // block, heads, batch)](
         *(x, _or(down, x), *_tensors(side)),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
-        tokens // at.page,
+        *(tokens // at.page, record.stride(side)),
         **_constants(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
         **{
             "D": dims,
@@ -376,7 +377,8 @@ def _quantize_blocks(
     cast(Kernel, quantize_mixed_kernel)[(tokens // block, heads, batch)](
         *(x, _or(down, x), *_tensors(side), torch.as_tensor(places, device=x.device)),
         *(blocks.numbers_of_dims(at, dims, x.device), blocks.recipe(at, dims, x.device)),
-        *(x.stride(0), x.stride(1), of_head, tokens // at.page, at.dims, at.quantizer.words),
+        *(x.stride(0), x.stride(1), of_head, tokens // at.page, record.stride(side)),
+        *(at.dims, at.quantizer.words),
         **{"D": dims, "T": block, "PAGE": at.page, "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK},
         num_warps=8 if block == QUANTIZED_TOKENS or dims > 128 else 4,
@@ -396,7 +398,8 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
     if isinstance(at, BlockLayout):
         cast(Kernel, dequantize_mixed_kernel)[(longest_row * at.steps, heads, batch)](
             *(*_tensors(stored), pages.table, pages.counts, out, blocks.places_of(at, out.device)),
-            *(longest_row, start, out.stride(0), out.stride(1), len(at.places), at.tiles),
+            *(longest_row, start, out.stride(0), out.stride(1), record.stride(stored)),
+            *(len(at.places), at.tiles),
             **{"PAGE": at.page, "KEYS": at.keys},
             num_warps=4,
         )
@@ -404,6 +407,7 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
     cast(Kernel, dequantize_kernel)[(longest_row * (at.page // at.step_tokens), heads, batch)](
         *_tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
+        record.stride(stored),
         **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **_constants(at)},
         **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
         num_warps=4,

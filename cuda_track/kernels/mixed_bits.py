@@ -22,7 +22,7 @@ import triton.language as tl
 
 from cuda_track.kernels import blocks
 from cuda_track.kernels.chained import launch_next, wait_for_previous
-from cuda_track.kernels.codes import halves
+from cuda_track.kernels.codes import at_record, halves
 from cuda_track.kernels.decode import COUNTS, LANES, _capped, _lane_sums, _windows
 from cuda_track.kernels.encode import HALF_MAX, ROUNDS, _half, _transformed
 
@@ -62,6 +62,7 @@ class MixedConstants(NamedTuple):
     N: int
     WINDOW: int
     PAGE: int
+    RECORD: int
     MASKED: bool
     CAPPED: bool
     ASM: bool
@@ -158,15 +159,15 @@ def _block(tiles, C: tl.constexpr, KEYS: tl.constexpr, i: tl.constexpr):
 
 
 @triton.jit
-def _tiles(words, odd, step, C: tl.constexpr, KEYS: tl.constexpr):
+def _tiles(words, odd, place, step, C: tl.constexpr, KEYS: tl.constexpr):
     """Load the tiles of a step, int16 [16, 16]; above the half one lies what is no code."""
     TILES: tl.constexpr = _of(C, KEYS, "TILES")
     at = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     out = ()
     for i in tl.static_range(TILES):
-        out += (tl.load(words + step * (TILES * SIZE) + i * SIZE + at),)
+        out += (tl.load(at_record(words, place, C.RECORD) + (step * TILES + i) * SIZE + at),)
     if _of(C, KEYS, "ODD"):
-        out += (tl.load(odd + step * SIZE + at).to(tl.int16),)
+        out += (tl.load(at_record(odd, place, C.RECORD) + step * SIZE + at).to(tl.int16),)
     return out
 
 
@@ -243,12 +244,12 @@ def _mixed_pages(
     first = (split.to(tl.int64) * pages // splits).to(tl.int32)
     last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
     for page in tl.range(first, last, num_stages=C.STAGES):
-        place = (tl.load(table + page).to(tl.int64) * heads + g) * STEPS
+        place = tl.load(table + page).to(tl.int64) * heads + g
         for step in tl.static_range(STEPS):
-            kw = _tiles(k_words, k_odd, place + step, C, True)
-            vw = _tiles(v_words, v_odd, place + step, C, False)
-            k_scales = _scales(k_numbers, place + step)
-            v_scales = _scales(v_numbers, place + step)
+            kw = _tiles(k_words, k_odd, place, step, C, True)
+            vw = _tiles(v_words, v_odd, place, step, C, False)
+            k_scales = _scales(at_record(k_numbers, place, C.RECORD), step)
+            v_scales = _scales(at_record(v_numbers, place, C.RECORD), step)
 
             s = (tl.zeros([ROWS, N], tl.float32) - shift[None, :],) * SHARED
             for i in tl.static_range(K_BLOCKS):
@@ -318,7 +319,7 @@ def _half_tile(codes, recipe, T: tl.constexpr, BLOCKS: tl.constexpr):
 def quantize_mixed_kernel(
     x, down, words, odd, numbers, places,  # places: [B, pages] int64, in the pool
     dims, recipe,  # `blocks.numbers_of_dims`, `blocks.recipe`
-    x_row, x_head, down_head, pages, stored, half_tiles,
+    x_row, x_head, down_head, pages, record, stored, half_tiles,
     D: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -348,7 +349,7 @@ def quantize_mixed_kernel(
 
     token = first + step * STEP
     place = tl.load(places + b * pages + token // PAGE) * tl.num_programs(1) + g
-    place = place * (PAGE // STEP) + token % PAGE // STEP  # of a step, in all that the pool holds
+    inside_page = token % PAGE // STEP
     row, j = tl.arange(0, ROWS)[:, None], tl.arange(0, DIMS)[None, :]
     inside = row * DIMS + j if KEYS else row + j * ROWS
     at = inside[None, :, :]
@@ -356,24 +357,25 @@ def quantize_mixed_kernel(
     for i in range(tiles):
         low = _half_tile(code, recipe + 2 * i * (SHARED * BLOCKS), T, BLOCKS)
         high = _half_tile(code, recipe + (2 * i + 1) * (SHARED * BLOCKS), T, BLOCKS)
-        start = (place * tiles + i) * SIZE
-        tl.store(words + start[:, None, None] + at, (low | high << 8).to(tl.int16))
+        start = at_record(words, place, record) + (inside_page * tiles + i) * SIZE
+        tl.store(start[:, None, None] + at, (low | high << 8).to(tl.int16))
     if half_tiles % 2 == 1:
         low = _half_tile(code, recipe + 2 * tiles * (SHARED * BLOCKS), T, BLOCKS)
-        tl.store(odd + (place * SIZE)[:, None, None] + at, low.to(tl.int8))
+        start = at_record(odd, place, record) + inside_page * SIZE
+        tl.store(start[:, None, None] + at, low.to(tl.int8))
     pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     pair = tl.reshape(pair, [STEPS, 2, 2, ROWS]) << (tl.arange(0, 2) * 16)[None, None, :, None]
     number = tl.arange(0, 2)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    start = place * (2 * ROWS)
-    tl.store(numbers + start[:, None, None] + number[None, :, :], tl.sum(pair, 2))
+    start = at_record(numbers, place, record) + inside_page * (2 * ROWS)
+    tl.store(start[:, None, None] + number[None, :, :], tl.sum(pair, 2))
 
 
 @triton.jit
-def _bits(words, odd, place, at, bit, tiles):
+def _bits(words, odd, at, bit, tiles):
     """Load what a step holds from bit `bit` [4, 1, 1] on, int32 [4, 16, 16]; above what was asked for lies more."""
     tile = bit // 16 + 0 * at
-    whole = tl.load(words + (place * tiles + tile) * SIZE + at, mask=tile < tiles, other=0)
-    half = tl.load(odd + place * SIZE + at + 0 * tile, mask=tile >= tiles, other=0)
+    whole = tl.load(words + tile * SIZE + at, mask=tile < tiles, other=0)
+    half = tl.load(odd + at + 0 * tile, mask=tile >= tiles, other=0)
     return (whole.to(tl.int32) | half.to(tl.int32)) >> (bit % 16)
 
 
@@ -381,7 +383,7 @@ def _bits(words, odd, place, at, bit, tiles):
 def dequantize_mixed_kernel(
     words, odd, numbers, table, pages, out,  # of one side; [B, row_pages], [B]; [B, G, tokens, R]
     block_places,  # [R / 16, 3], `blocks.places_of`
-    row_pages, start, out_row, out_head, blocks, tiles,
+    row_pages, start, out_row, out_head, record, blocks, tiles,
     PAGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Grid (row_pages * PAGE / 64, G, B): 64 tokens of a page, written from `start` on. tiles: whole ones."""
@@ -390,11 +392,14 @@ def dequantize_mixed_kernel(
     page = step // STEPS
     if page < tl.load(pages + b):
         place = tl.load(table + b * row_pages + page).to(tl.int64) * tl.num_programs(1) + g
-        place = place * STEPS + step % STEPS
+        inside = step % STEPS
+        words = at_record(words, place, record) + inside * tiles * SIZE
+        odd = at_record(odd, place, record) + inside * SIZE
+        numbers = at_record(numbers, place, record) + inside * (2 * ROWS)
         k, r, j = tl.arange(0, SHARED), tl.arange(0, ROWS), tl.arange(0, DIMS)
         k, r, j = k[:, None, None], r[None, :, None], j[None, None, :]
         at = r * DIMS + j if KEYS else r + j * ROWS
-        pair = tl.load(numbers + place * (2 * ROWS) + k // 2 * ROWS + r)
+        pair = tl.load(numbers + k // 2 * ROWS + r)
         scale = ((pair >> (k % 2 * 16)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
         scale = scale.to(tl.float32)  # [4, 16, 1]
         token = start + step.to(tl.int64) * STEP + k * ROWS + r
@@ -405,8 +410,8 @@ def dequantize_mixed_kernel(
             bits = tl.load(block_places + 3 * i)
             low, top = tl.load(block_places + 3 * i + 1), tl.load(block_places + 3 * i + 2)
             size = tl.where(bits == 3, 2, bits)
-            code = _bits(words, odd, place, at, low + k * size, tiles) & ((1 << size) - 1)
-            high = _bits(words, odd, place, at, tl.maximum(top, 0) + k, tiles) & 1
+            code = _bits(words, odd, at, low + k * size, tiles) & ((1 << size) - 1)
+            high = _bits(words, odd, at, tl.maximum(top, 0) + k, tiles) & 1
             code = tl.where(bits == 3, code | high << 2, code)
             x = (code.to(tl.float32) - ((1 << bits) - 1).to(tl.float32) * 0.5) * scale
             if out.dtype.element_ty == tl.float16:

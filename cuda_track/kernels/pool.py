@@ -5,54 +5,54 @@ A page is never written to after it was quantized, so a prefix is shared by coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from cuda_track.codec.codec import Codec, QuantizedPages, Stored, both
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored
 from cuda_track.kernels.layout import Layout
+from cuda_track.kernels.record import Record
 
 GROWTH = 4  # spare capacity is a quarter of what is stored
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Pool:
-    """Pages of one layer. sides: tensors of keys and of values, [pages, G, ...]. holders: how many of each page."""
+    """Pages of one layer. bytes: uint8 [pages, G, bytes of a record]. sides: the tensors of keys and of values in
+    them, [pages, G, ...]. holders: how many of each page."""
 
     def __init__(self):
+        self.bytes = torch.empty(0)
         self.sides: tuple[Stored, Stored] = ({}, {})
         self.holders: list[int] = []
         self._free: list[int] = []
 
-    def add(self, sides: tuple[Stored, Stored]) -> list[int]:
+    def add(self, sides: tuple[Stored, Stored], record: Record) -> list[int]:
         """Add pages [n, G, ...] of both sides, held once. Returns their places."""
-        shapes = both(lambda side: {n: (x.shape[1:], x.dtype) for n, x in side.items()}, sides)
-        count, device = len(sides[0]["words"]), sides[0]["words"].device
-        places = self.reserve(count, shapes, device)
+        (count, heads), device = sides[0]["words"].shape[:2], sides[0]["words"].device
+        places = self.reserve(count, record, heads, device)
         for pool, new in zip(self.sides, sides, strict=True):
             for name, x in new.items():
                 pool[name].index_copy_(0, torch.tensor(places, device=device), x)
         return places
 
-    def reserve(self, count: int, shapes: tuple[Shapes, Shapes], device) -> list[int]:
-        """Reserve places for `count` pages to be written, held once. shapes: of a page, by name."""
+    def reserve(self, count: int, record: Record, heads: int, device) -> list[int]:
+        """Reserve places for `count` pages to be written, held once."""
         if len(self._free) < count:
-            self._grow(shapes, count - len(self._free), device)
+            self._grow(record, heads, count - len(self._free), device)
         places = [self._free.pop() for _ in range(count)]
         for place in places:
             self.holders[place] = 1
         return places
 
-    def _grow(self, shapes: tuple[Shapes, Shapes], count: int, device) -> None:
+    def _grow(self, record: Record, heads: int, count: int, device) -> None:
         have = len(self.holders)
         added = max(count, have // GROWTH, 8)
-        for pool, new in zip(self.sides, shapes, strict=True):
-            for name, (shape, dtype) in new.items():
-                buffer = torch.zeros(have + added, *shape, dtype=dtype, device=device)
-                if have:
-                    buffer[:have] = pool[name]
-                pool[name] = buffer
+        grown = record.empty(have + added, heads, device)
+        if have:
+            grown[:have] = self.bytes
+        self.bytes = grown
+        for side, new in zip(self.sides, record.views(grown), strict=True):
+            side.update(new)  # snapshots of stores read the same dicts
         self.holders += [0] * added
         self._free += range(have + added - 1, have - 1, -1)
 

@@ -27,6 +27,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.golden import kernels as golden_kernels
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
+from cuda_track.kernels.record import Record
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
@@ -318,7 +319,7 @@ def test_quantizing_gives_the_codes_of_plain_ops(subtests):
             x[0, 0, 3] = 0  # a token of zeros
             at = layout.PlaneLayout(code.quantizer, dims, PAGE, keys)
             pool, places = Pool(), [4, 0, 2, 5, 1, 3]
-            pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
+            pool.reserve(6, Record((at, at)), 2, x.device)
             launch.quantize_pages(code, x, at, pool.sides[0], places)
             right = code.encode(x)
             found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
@@ -339,7 +340,7 @@ def test_an_infinite_number_is_quantized_as_plain_ops_do(monkeypatch):
     x = torch.randn(1, 1, PAGE, 64)
     x[0, 0, 3, 5] = torch.inf
     at = layout.PlaneLayout(code.quantizer, 64, PAGE, True)
-    pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
+    pool.reserve(1, Record((at, at)), 1, x.device)
     launch.quantize_pages(code, x, at, pool.sides[0], [0])
     found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})
     right = code.encode(x)

@@ -83,6 +83,7 @@ SIZES = {"R": 128, "N": 8}
 PAGES = {
     "T": 64,
     "PAGE": 64,
+    "RECORD": 64 * 36,
     "CHANNEL": 0,
     "WINDOW": 32,
     "MASKED": False,
