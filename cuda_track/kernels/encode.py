@@ -22,14 +22,14 @@ ROUNDS = tl.constexpr(12582912.0)
 
 @triton.jit
 def _transformed(
-    x, down, t, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    rows, down, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """x @ down: float32 [T, R]. x, down: pointers; down [PARTS or 1, D, R]."""
+    """x @ down: float32 [T, R]. rows: pointers to the rows of x; down: to [PARTS or 1, D, R]."""
     r = tl.arange(0, R)
-    y = tl.zeros([t.shape[0], R], tl.float32)
+    y = tl.zeros([rows.shape[0], R], tl.float32)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        part = tl.load(x + t[:, None] * D + d[None, :])
+        part = tl.load(rows[:, None] + d[None, :])
         at = down + d[:, None] * R + r[None, :]
         if PARTS == 0:
             y = tl.dot(part.to(tl.float32), tl.load(at), y, input_precision="ieee")
@@ -111,15 +111,34 @@ def quantize_kernel(
     """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides. CHANNEL: tokens that
     share a scale per channel, T or 0: scales are per token."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    J: tl.constexpr = R // PLANES
-    t, r, j = tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
-    group = tl.arange(0, GROUPS)
-    first = block * T
+    t, first = tl.arange(0, T), block * T
     source = x + b.to(tl.int64) * x_row + g * x_head + first.to(tl.int64) * D
+    place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
+    of_channels = tl.load(places + b * pages + first // PAGE) * tl.num_programs(1) + g
+    quantize_rows(
+        source + t * D, down + g * down_head, words, high, numbers,
+        place, (first + t) % PAGE, of_channels, first % PAGE, record,
+        D, R, PAGE, BITS, PLANES, GROUPS, CHANNEL, SYMMETRIC, RANK, KEYS, TURNED, PARTS, BLOCK, FUSED,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_rows(
+    rows, down, words, high, numbers, place, inside, of_channels, first_inside, record,
+    D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr,
+    KEYS: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Quantize T tokens. rows: pointers to them [T]. place, inside: their records, and their places in a page [T].
+    of_channels, first_inside: the same of the first, which scales per channel lie by."""
+    T: tl.constexpr = rows.shape[0]
+    J: tl.constexpr = R // PLANES
+    r, j = tl.arange(0, R), tl.arange(0, J)
+    group = tl.arange(0, GROUPS)
     if TURNED:
-        y = _transformed(source, down + g * down_head, t, D, R, PARTS, BLOCK)
+        y = _transformed(rows, down, D, R, PARTS, BLOCK)
     else:
-        y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
+        y = tl.load(rows[:, None] + r[None, :]).to(tl.float32)
     if RANK > 1:
         y = _clipped(y, RANK)
     if CHANNEL:
@@ -129,8 +148,6 @@ def quantize_kernel(
         code, pair = _coded(y, 2, BITS, SYMMETRIC, FUSED)
     code = tl.reshape(code, [T, PLANES, J])
 
-    place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
-    inside = (first + t) % PAGE
     at = inside[:, None] * J + j[None, :] if KEYS else inside[:, None] + j[None, :] * PAGE
     plane = tl.arange(0, PLANES)[None, :, None]
     if BITS == 3:
@@ -139,8 +156,8 @@ def quantize_kernel(
     else:
         _store(at_record(words, place[:, None], record) + at, tl.sum(code << (plane * BITS), 1))
     if CHANNEL:
-        place = tl.load(places + b * pages + first // PAGE) * tl.num_programs(1) + g
-        tl.store(at_record(numbers, place, record) + first % PAGE // CHANNEL * R + r, pair)
+        at = first_inside // CHANNEL * R + r
+        tl.store(at_record(numbers, of_channels, record) + at, pair)
     else:
         at = inside[:, None] + group[None, :] * PAGE
         tl.store(at_record(numbers, place[:, None], record) + at, pair)

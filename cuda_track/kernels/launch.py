@@ -85,6 +85,11 @@ class Launch:
     registers: int = 0
     early: bool = False
 
+    def options(self, device: torch.device) -> dict[str, object]:
+        """Return how Triton launches the kernel."""
+        out: dict[str, object] = {"num_warps": self.warps, **_chained(device)}
+        return out | ({"maxnreg": self.registers} if self.registers and not interpreted() else {})
+
 
 # By head dim, for values of 2 and 4 bits, on an H200 (docs/results/cuda.md).
 MEASURED = {
@@ -92,6 +97,12 @@ MEASURED = {
     128: Launch(1, 8, 5),
     256: Launch(2, 2, 5, early=True),
 }
+
+
+def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch:
+    """Return the launch of attention for caches of these layouts."""
+    values = layouts[1]
+    return launch(dims, 0 if isinstance(values, BlockLayout) else values.quantizer.bits, padded)
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
@@ -132,10 +143,15 @@ def splits(
     page: tokens of a page. heads: kv heads of all rows. All programs run at the same time, or each sums at
     most LONGEST tokens.
     """
+    least, windows = least_splits(heads, device, programs)
+    return max(1, min(pages, max(least, -(-pages * page // LONGEST)))), windows
+
+
+def least_splits(heads: int, device: torch.device, programs: int) -> tuple[int, int]:
+    """Return `splits` of rows so short that a program sums at most LONGEST tokens, however many pages they have."""
     slots = max(1, _processors(device) * programs)
     windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
-    parts = max(slots // heads - windows, -(-pages * page // LONGEST))
-    return max(1, min(pages, parts)), windows
+    return max(1, slots // heads - windows), windows
 
 
 def attend(
@@ -154,49 +170,16 @@ def attend(
     recent, sink: (keys, values) [B, G, T, D]; recent holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
-    from cuda_track.kernels.transform import (
-        many_merge_kernel,
-        many_queries_kernel,
-        merge_kernel,
-        queries_kernel,
-    )
-
     batch, heads, new, dims = queries.shape
     kv_heads = recent[0].shape[1]
-    rows = heads // kv_heads * new
-    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
-    keys, values = pages.layouts
-    queries = queries.contiguous()
-    device, chained = queries.device, _chained(queries.device)
-    by_block = isinstance(values, BlockLayout)
-    tuned = tuned or launch(dims, 0 if by_block else values.quantizer.bits, padded)
-    up_keys, up_values = _matrices(pages, dims)
-    of_keys = _constants(keys)
+    tuned = tuned or launch_for(pages.layouts, dims, padded_rows(heads // kv_heads * new))
+    at = _Shape(batch, kv_heads, heads // kv_heads * new, new, dims, queries.device)
     parts, around = splits(
-        pages.table.shape[1], keys.page, batch * kv_heads, device, tuned.programs
+        pages.table.shape[1], pages.layouts[0].page, batch * kv_heads, at.device, tuned.programs
     )
-    sizes = {"D": dims, "R": dims, "N": padded, **chained}
-    # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
-    shared = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
-    first, last = (
-        (many_queries_kernel, many_merge_kernel) if shared else (queries_kernel, merge_kernel)
-    )
-
-    q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, device=device)
-    sums = torch.empty(
-        batch, kv_heads, 2, of_keys["GROUPS"], padded, dtype=torch.float32, device=device
-    )
-    factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, device=device)
-    cast(Kernel, first)[(padded // (LEAST_ROWS if shared else 1), kv_heads, batch)](
-        *(queries, _or(up_keys, q), q, sums, factors, rows, scale * LOG2E, _stride(up_keys)),
-        **{**sizes, **of_keys, "TURNED": up_keys is not None},
-        **({"M": LEAST_ROWS} if shared else {}),
-        num_warps=8 if dims <= 128 else 16,
-    )
-
-    shape = (batch, kv_heads, parts + around, padded)
-    out = torch.empty(*shape, dims, dtype=torch.float32, device=device)
-    top, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    queries, matrices = queries.contiguous(), _matrices(pages, dims)
+    turned = turn_queries(queries, at, pages.layouts[0], matrices[0], scale)
+    out, top, total = at.partials(parts + around)
     recent = both(rows_together, recent)
     sink = both(rows_together, sink) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
@@ -204,8 +187,8 @@ def attend(
         pages,
         tuned,
         R=dims,
-        N=padded,
-        PAGE=keys.page,
+        N=at.padded,
+        PAGE=pages.layouts[0].page,
         RECORD=record.stride(pages.sides[0]),
         MASKED=visible is not None,
         CAPPED=softcap is not None,
@@ -213,37 +196,116 @@ def attend(
         STAGES=tuned.stages,
         WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
     )
+    if isinstance(pages.layouts[0], BlockLayout):  # whose queries need no sums
+        turned = turned[0], turned[2]
     cast(Kernel, kernel)[(parts + around, kv_heads, batch)](
-        *((q, factors, queries) if by_block else (q, sums, factors, queries)),
+        *(*turned, queries),
         *(x for side in pages.sides for x in _tensors(side)),
         *(pages.table, pages.counts, *sink, *recent),
         *(0 if sink is recent else sink[0].shape[2], recent[0].shape[2]),
         *(sink[0].stride(1), recent[0].stride(1), sink[0].stride(0), recent[0].stride(0)),
         *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
-        *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
+        *(out, top, total, pages.table.shape[1], parts, at.rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
         **options,
-        num_warps=tuned.warps,
-        **chained,
-        **({"maxnreg": tuned.registers} if tuned.registers and not interpreted() else {}),
+        **tuned.options(at.device),
     )
-
     result = torch.empty_like(queries)
-    slots, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
-    if shared:
-        grid, at_once, block_of = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS, {"M": LEAST_ROWS}
-    else:
-        while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
-            block //= 2
-        grid, at_once, block_of = rows * (dims // block), MERGED, {"BLOCK": block}
-    cast(Kernel, last)[(grid, kv_heads, batch)](
-        *(out, top, total, _or(up_values, out), _or(sink_logits, out), result),
-        *(parts, around, rows, new, _stride(up_values)),
-        **{**sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // dims, slots)},
-        **{"TURNED": up_values is not None, "SINKS": sink_logits is not None},
-        num_warps=16 if not shared and grid * kv_heads * batch <= FEW else 8,
-    )
+    merge((out, top, total), at, (parts, around), matrices[1], result, sink_logits)
     return result
+
+
+def padded_rows(rows: int) -> int:
+    """Return to how many rows of queries a kv head is padded."""
+    return max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of queries. rows: of a kv head, its query heads times `new` tokens."""
+
+    batch: int
+    kv_heads: int
+    rows: int
+    new: int
+    dims: int
+    device: torch.device
+
+    @property
+    def padded(self) -> int:
+        return padded_rows(self.rows)
+
+    @property
+    def many(self) -> bool:
+        """Return whether a program takes LEAST_ROWS before and after attention. AMD's compiler lacks float32 products
+        in three parts of TF32, which these kernels use."""
+        many = self.batch * self.kv_heads * self.rows > MANY
+        return many and self.dims <= 128 and torch.version.hip is None
+
+    @property
+    def sizes(self) -> dict[str, object]:
+        return {"D": self.dims, "R": self.dims, "N": self.padded, **_chained(self.device)}
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(self.batch, self.kv_heads, *shape, dtype=dtype, device=self.device)
+
+    def partials(self, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return room for the outputs, the largest scores and the sums of weights of `parts` programs."""
+        shape = (parts, self.padded)
+        return self.empty(*shape, self.dims), self.empty(*shape), self.empty(*shape)
+
+
+def turn_queries(
+    queries: torch.Tensor, at: _Shape, keys: Layout, up: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [B, H, L, D] in the stored domain, float16 [B, G, N, R], their sums, and by what scores are
+    multiplied."""
+
+    from cuda_track.kernels.transform import many_queries_kernel, queries_kernel
+
+    of_keys = _constants(keys)
+    q = at.empty(at.padded, at.dims, dtype=torch.float16)
+    sums, factors = at.empty(2, of_keys["GROUPS"], at.padded), at.empty(at.padded)
+    kernel = many_queries_kernel if at.many else queries_kernel
+    grid = (at.padded // (LEAST_ROWS if at.many else 1), at.kv_heads, at.batch)
+    cast(Kernel, kernel)[grid](
+        *(queries, _or(up, q), q, sums, factors, at.rows, scale * LOG2E, _stride(up)),
+        **{**at.sizes, **of_keys, "TURNED": up is not None},
+        **({"M": LEAST_ROWS} if at.many else {}),
+        num_warps=8 if at.dims <= 128 else 16,
+    )
+    return q, sums, factors
+
+
+def merge(
+    partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    at: _Shape,
+    parts: tuple[int, int],
+    up: torch.Tensor | None,
+    result: torch.Tensor,
+    sink_logits: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
+) -> None:
+    """Merge what programs computed into result [B, H, L, D]. parts: how many of pages, and of windows. used: int32
+    [B, G], how many of those of pages did compute something."""
+    from cuda_track.kernels.transform import many_merge_kernel, merge_kernel
+
+    out, (splits, windows) = partials[0], parts
+    slots, block = 1 << (splits + windows - 1).bit_length(), min(at.dims, 128)
+    heads = at.batch * at.kv_heads
+    if at.many:
+        grid, at_once, block_of = -(-at.rows // LEAST_ROWS), MERGED // LEAST_ROWS, {"M": LEAST_ROWS}
+    else:
+        while block > 64 and heads * at.rows * at.dims // block < FEW // 2:
+            block //= 2
+        grid, at_once, block_of = at.rows * (at.dims // block), MERGED, {"BLOCK": block}
+    cast(Kernel, many_merge_kernel if at.many else merge_kernel)[(grid, at.kv_heads, at.batch)](
+        *(*partials, _or(up, out), _or(sink_logits, out), _or(used, out), result),
+        *(*parts, at.rows, at.new, _stride(up)),
+        **{**at.sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // at.dims, slots)},
+        **{"TURNED": up is not None, "SINKS": sink_logits is not None, "USED": used is not None},
+        num_warps=16 if not at.many and grid * heads <= FEW else 8,
+    )
 
 
 def _matrices(pages: PoolPages, dims: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -326,15 +326,31 @@ def quantize_mixed_kernel(
     """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides. down: [PARTS or 1, D, D], zeros behind
     the `stored` dims. half_tiles: of a step."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    BLOCKS: tl.constexpr = D // DIMS
-    STEPS: tl.constexpr = T // STEP
-    t, r, step = tl.arange(0, T), tl.arange(0, D), tl.arange(0, STEPS)
     first = block * T
     source = x + b.to(tl.int64) * x_row + g.to(tl.int64) * x_head + first.to(tl.int64) * D
+    token = first + tl.arange(0, T // STEP) * STEP
+    place = tl.load(places + b * pages + token // PAGE) * tl.num_programs(1) + g
+    quantize_mixed_rows(
+        source + tl.arange(0, T) * D, down + g * down_head, words, odd, numbers, dims, recipe,
+        place, token % PAGE // STEP, record, stored, half_tiles, D, KEYS, TURNED, PARTS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_mixed_rows(
+    rows, down, words, odd, numbers, dims, recipe, place, inside_page, record, stored, half_tiles,
+    D: tl.constexpr, KEYS: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantize T tokens. rows: pointers to them [T]. place, inside_page: the record of each 64 of them, and which 64
+    of its page they are [T / 64]."""
+    T: tl.constexpr = rows.shape[0]
+    BLOCKS: tl.constexpr = D // DIMS
+    STEPS: tl.constexpr = T // STEP
+    r = tl.arange(0, D)
     if TURNED:
-        y = _transformed(source, down + g * down_head, t, D, D, PARTS, BLOCK)
+        y = _transformed(rows, down, D, D, PARTS, BLOCK)
     else:
-        y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
+        y = tl.load(rows[:, None] + r[None, :]).to(tl.float32)
     size, gain, middle = tl.load(dims + r), tl.load(dims + D + r), tl.load(dims + 2 * D + r)
     sized = y * size[None, :]
     mean = tl.sum(sized * sized, 1) / (tl.zeros([T], tl.float32) + stored)
@@ -347,9 +363,6 @@ def quantize_mixed_kernel(
     code = code.to(tl.int32, bitcast=True) & 255
     code = tl.reshape(code, [STEPS, SHARED, ROWS, BLOCKS, DIMS])
 
-    token = first + step * STEP
-    place = tl.load(places + b * pages + token // PAGE) * tl.num_programs(1) + g
-    inside_page = token % PAGE // STEP
     row, j = tl.arange(0, ROWS)[:, None], tl.arange(0, DIMS)[None, :]
     inside = row * DIMS + j if KEYS else row + j * ROWS
     at = inside[None, :, :]

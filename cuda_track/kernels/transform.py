@@ -52,15 +52,15 @@ def queries_kernel(
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
 def merge_kernel(
-    part_out, part_top, part_sum, up, sinks, out,  # partials, [G or 1, R, D], [H], [B, H, L, D]
+    part_out, part_top, part_sum, up, sinks, used, out,  # partials, [G or 1, R, D], [H], [B, G], [B, H, L, D]
     splits, windows, rows, new, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    TURNED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    TURNED: tl.constexpr, SINKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored domain, the
-    `windows` behind them do not. Loads depend on each other as little as possible: this kernel's time is
-    latency."""
+    `windows` behind them do not. USED: only the first `used` splits were computed. Loads depend on each other as
+    little as possible: this kernel's time is latency."""
     g, b = tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     SLICES: tl.constexpr = D // BLOCK
@@ -71,9 +71,13 @@ def merge_kernel(
     wait_for_previous(CHAINED)
     launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS), splits + windows
-    first = head * parts * N + n
-    tops = tl.load(part_top + first + s * N, mask=s < parts, other=-float("inf"))
-    sums = tl.load(part_sum + first + s * N, mask=s < parts, other=0.0)
+    first, last = head * parts * N + n, splits
+    exists = s < parts
+    if USED:
+        last = tl.load(used + head)
+        exists = exists & ((s < last) | (s >= splits))
+    tops = tl.load(part_top + first + s * N, mask=exists, other=-float("inf"))
+    sums = tl.load(part_sum + first + s * N, mask=exists, other=0.0)
     top = tl.max(tops, 0)
     total = 0.0
     if SINKS:  # logits without a value
@@ -83,9 +87,9 @@ def merge_kernel(
     total += tl.sum(tl.exp2(tops - top) * sums, 0)
     partials = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
     dims = r if TURNED else d
-    for start in range(0, splits, CHUNK):
+    for start in range(0, last, CHUNK):
         c = start + tl.arange(0, CHUNK)
-        inside = c < splits
+        inside = c < last
         of = tl.load(part_top + first + c * N, mask=inside, other=-float("inf"))
         part = part_out + (first + c * N)[:, None] * R + dims[None, :]
         partials += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
@@ -95,6 +99,8 @@ def merge_kernel(
     for w in range(windows):
         at = first + (splits + w) * N
         y += tl.exp2(tl.load(part_top + at) - top) * tl.load(part_out + at * D + d)
+    if USED:  # rows that only fill a batch up have no tokens
+        total = tl.where(total > 0, total, 1.0)
     tl.store(out + (head * rows + n) * D + d, (y / total).to(out.dtype.element_ty))
 
 
@@ -135,10 +141,11 @@ def many_queries_kernel(
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
 def many_merge_kernel(
-    part_out, part_top, part_sum, up, sinks, out,  # partials, [G or 1, R, D], [H], [B, H, L, D]
+    part_out, part_top, part_sum, up, sinks, used, out,  # partials, [G or 1, R, D], [H], [B, G], [B, H, L, D]
     splits, windows, rows, new, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    TURNED: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, CHAINED: tl.constexpr,
+    TURNED: tl.constexpr, SINKS: tl.constexpr, USED: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows / M, G, B), M rows each; else as `merge_kernel`."""
     g, b = tl.program_id(1), tl.program_id(2)
@@ -150,8 +157,11 @@ def many_merge_kernel(
     wait_for_previous(CHAINED)
     launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS)[:, None], splits + windows
-    first = head * parts * N + n
+    first, last = head * parts * N + n, splits
     exists = (s < parts) & (n < rows)[None, :]
+    if USED:
+        last = tl.load(used + head)
+        exists = exists & ((s < last) | (s >= splits))
     tops = tl.load(part_top + first[None, :] + s * N, mask=exists, other=-float("inf"))
     sums = tl.load(part_sum + first[None, :] + s * N, mask=exists, other=0.0)
     top = tl.max(tops, 0)
@@ -166,9 +176,9 @@ def many_merge_kernel(
     dims = r if TURNED else d
     partials = tl.zeros([CHUNK, dims.shape[0], M], tl.float32)
     row = first[None, None, :]
-    for start in range(0, splits, CHUNK):
+    for start in range(0, last, CHUNK):
         c = start + tl.arange(0, CHUNK)[:, None, None]
-        inside = (c < splits) & (n < rows)[None, None, :]
+        inside = (c < last) & (n < rows)[None, None, :]
         of = tl.load(part_top + row + c * N, mask=inside, other=-float("inf"))
         part = part_out + (row + c * N) * R + dims[None, :, None]
         partials += tl.load(part, mask=inside, other=0.0) * tl.exp2(of - top[None, None, :])
@@ -180,5 +190,7 @@ def many_merge_kernel(
         weight = tl.exp2(tl.load(part_top + at, n < rows, -float("inf")) - top)
         part = part_out + at[None, :] * D + d[:, None]
         y += weight[None, :] * tl.load(part, (n < rows)[None, :], 0.0)
+    if USED:
+        total = tl.where(total > 0, total, 1.0)
     result = (y / total[None, :]).to(out.dtype.element_ty)
     tl.store(out + (head * rows + n)[None, :] * D + d[:, None], result, (n < rows)[None, :])
