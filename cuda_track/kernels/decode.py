@@ -156,7 +156,7 @@ def attend_kernel(
             part_out + at * R, part_top + at, part_sum + at, rows, new, plain_scale, cap, C,
         )  # fmt: skip
     else:
-        _pages(
+        pages_of_codes(
             q + head * N * R, sums + head * 2 * C.K.GROUPS * N, factors + head * N,
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
             table + b * row_pages, tl.load(pages + b), split, splits, g, tl.num_programs(1),
@@ -166,7 +166,7 @@ def attend_kernel(
 
 
 @triton.jit
-def _pages(
+def pages_of_codes(
     queries, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows, cap,
     C: tl.constexpr,

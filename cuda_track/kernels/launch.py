@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -173,7 +173,7 @@ def attend(
     batch, heads, new, dims = queries.shape
     kv_heads = recent[0].shape[1]
     tuned = tuned or launch_for(pages.layouts, dims, padded_rows(heads // kv_heads * new))
-    at = _Shape(batch, kv_heads, heads // kv_heads * new, new, dims, queries.device)
+    at = Shape(batch, kv_heads, heads // kv_heads * new, new, dims, queries.device)
     parts, around = splits(
         pages.table.shape[1], pages.layouts[0].page, batch * kv_heads, at.device, tuned.programs
     )
@@ -183,31 +183,31 @@ def attend(
     recent = both(rows_together, recent)
     sink = both(rows_together, sink) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
-    kernel, options = _reading(
-        pages,
-        tuned,
-        R=dims,
-        N=at.padded,
-        PAGE=pages.layouts[0].page,
-        RECORD=record.stride(pages.sides[0]),
-        MASKED=visible is not None,
-        CAPPED=softcap is not None,
-        ASM=not interpreted() and torch.version.hip is None,
-        STAGES=tuned.stages,
-        WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
-    )
-    if isinstance(pages.layouts[0], BlockLayout):  # whose queries need no sums
-        turned = turned[0], turned[2]
+    options = {
+        **{"R": dims, "N": at.padded, "PAGE": pages.layouts[0].page},
+        **{"RECORD": record.stride(pages.sides[0]), "STAGES": tuned.stages, "ASM": by_ptx()},
+        **{"MASKED": visible is not None, "CAPPED": softcap is not None},
+        "WIDE": interpreted() and recent[0].dtype == torch.bfloat16,
+    }
+    if isinstance(pages.layouts[0], BlockLayout):
+        from cuda_track.kernels.mixed_bits import attend_mixed_kernel as kernel
+
+        turned, early = (turned[0], turned[2]), {}  # no sums of queries
+    else:
+        from cuda_track.kernels.decode import attend_kernel as kernel
+
+        early = {"EARLY": tuned.early}
     cast(Kernel, kernel)[(parts + around, kv_heads, batch)](
         *(*turned, queries),
-        *(x for side in pages.sides for x in _tensors(side)),
+        *(x for side in pages.sides for x in tensors(side)),
         *(pages.table, pages.counts, *sink, *recent),
         *(0 if sink is recent else sink[0].shape[2], recent[0].shape[2]),
         *(sink[0].stride(1), recent[0].stride(1), sink[0].stride(0), recent[0].stride(0)),
-        *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
+        *(or_else(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, at.rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        **options,
+        C=attend_constants(pages.layouts, options),
+        **early,
         **tuned.options(at.device),
     )
     result = torch.empty_like(queries)
@@ -221,7 +221,7 @@ def padded_rows(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """Of queries. rows: of a kv head, its query heads times `new` tokens."""
 
     batch: int
@@ -256,20 +256,20 @@ class _Shape:
 
 
 def turn_queries(
-    queries: torch.Tensor, at: _Shape, keys: Layout, up: torch.Tensor | None, scale: float
+    queries: torch.Tensor, at: Shape, keys: Layout, up: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [B, H, L, D] in the stored domain, float16 [B, G, N, R], their sums, and by what scores are
     multiplied."""
 
     from cuda_track.kernels.transform import many_queries_kernel, queries_kernel
 
-    of_keys = _constants(keys)
+    of_keys = constants_of(keys)
     q = at.empty(at.padded, at.dims, dtype=torch.float16)
     sums, factors = at.empty(2, of_keys["GROUPS"], at.padded), at.empty(at.padded)
     kernel = many_queries_kernel if at.many else queries_kernel
     grid = (at.padded // (LEAST_ROWS if at.many else 1), at.kv_heads, at.batch)
     cast(Kernel, kernel)[grid](
-        *(queries, _or(up, q), q, sums, factors, at.rows, scale * LOG2E, _stride(up)),
+        *(queries, or_else(up, q), q, sums, factors, at.rows, scale * LOG2E, _stride(up)),
         **{**at.sizes, **of_keys, "TURNED": up is not None},
         **({"M": LEAST_ROWS} if at.many else {}),
         num_warps=8 if at.dims <= 128 else 16,
@@ -279,7 +279,7 @@ def turn_queries(
 
 def merge(
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    at: _Shape,
+    at: Shape,
     parts: tuple[int, int],
     up: torch.Tensor | None,
     result: torch.Tensor,
@@ -300,7 +300,7 @@ def merge(
             block //= 2
         grid, at_once, block_of = at.rows * (at.dims // block), MERGED, {"BLOCK": block}
     cast(Kernel, many_merge_kernel if at.many else merge_kernel)[(grid, at.kv_heads, at.batch)](
-        *(*partials, _or(up, out), _or(sink_logits, out), _or(used, out), result),
+        *(*partials, or_else(up, out), or_else(sink_logits, out), or_else(used, out), result),
         *(*parts, at.rows, at.new, _stride(up)),
         **{**at.sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // at.dims, slots)},
         **{"TURNED": up is not None, "SINKS": sink_logits is not None, "USED": used is not None},
@@ -309,36 +309,42 @@ def merge(
 
 
 def _matrices(pages: PoolPages, dims: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return matrices_of(pages.codecs, pages.layouts, dims, pages.table.device)
+
+
+def matrices_of(
+    codecs: tuple[Codec, Codec], layouts: tuple[Layout, Layout], dims: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return what queries and outputs are multiplied with, [G, R, D] or [R, D] each; None: nothing."""
-    keys, values = pages.layouts
+    keys, values = layouts
     if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
-        return blocks.matrices(pages.codecs, (keys, values), dims, pages.table.device)
-    return both(lambda code: code.transform and code.transform.up, pages.codecs)
+        return blocks.matrices(codecs, (keys, values), dims, device)
+    return both(lambda code: code.transform and code.transform.up, codecs)
 
 
-def _reading(pages: PoolPages, tuned: Launch, **sizes) -> tuple[object, dict[str, object]]:
-    """Return the kernel that reads these pages, and the arguments of its own."""
-    keys, values = pages.layouts
+def by_ptx() -> bool:
+    """Return whether kernels unpack codes by PTX."""
+    return not interpreted() and torch.version.hip is None
+
+
+def attend_constants(layouts: tuple[Layout, Layout], options: dict) -> NamedTuple:
+    """Return what a kernel of attention over pages of these layouts is compiled for."""
+    keys, values = layouts
     if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
-        from cuda_track.kernels.mixed_bits import (
-            MixedConstants,
-            attend_mixed_kernel,
-            block_constants,
-        )
+        from cuda_track.kernels.mixed_bits import MixedConstants, block_constants
 
+        window = WINDOW if options["R"] <= 128 else WINDOW // 2  # what one warp holds
         sides = both(block_constants, (keys, values))
-        window = WINDOW if sizes["R"] <= 128 else WINDOW // 2  # what one warp holds
-        return attend_mixed_kernel, {"C": MixedConstants(*sides, WINDOW=window, **sizes)}
-    from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
+        return MixedConstants(*sides, WINDOW=window, **options)
+    from cuda_track.kernels.decode import Constants, SideConstants
 
     assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
-    sides = both(lambda at: SideConstants(**_constants(at)), (keys, values))
+    sides = both(lambda at: SideConstants(**constants_of(at)), (keys, values))
     channel = keys.channel_tokens
-    constants = Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **sizes)
-    return attend_kernel, {"C": constants, "EARLY": tuned.early}
+    return Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **options)
 
 
-def _constants(at: Layout) -> dict[str, int]:
+def constants_of(at: Layout) -> dict[str, int]:
     """Return the constants by which kernels read the codes of a side; GROUPS: of a token. Of mixed bits those by
     which queries keep their size."""
     if isinstance(at, BlockLayout):
@@ -347,12 +353,12 @@ def _constants(at: Layout) -> dict[str, int]:
     return {"BITS": at.quantizer.bits, "PLANES": at.planes, "GROUPS": groups}
 
 
-def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
+def tensors(side: Stored) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a side; without a third bit, or half a tile, its words stand in for those."""
     return side["words"], side.get("high", side.get("odd", side["words"])), side["numbers"]
 
 
-def _down_of(
+def down_of(
     transform: Transform | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, int, int]:
     """Return (down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) of None."""
@@ -374,7 +380,7 @@ def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(out, -3).contiguous()
 
 
-def _or(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
+def or_else(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
     """Return x, or a tensor that stands in for an argument that is not read."""
     return fallback if x is None else x
 
@@ -407,12 +413,12 @@ def quantize_pages(
     block = at.group if at.channel else math.gcd(tokens, QUANTIZED_TOKENS)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
     wide = at.dims > 128 or block > QUANTIZED_TOKENS if at.channel else block == QUANTIZED_TOKENS
-    down, of_head, parts = _down_of(code.transform, x.dtype)
+    down, of_head, parts = down_of(code.transform, x.dtype)
     cast(Kernel, quantize_kernel)[(tokens // block, heads, batch)](
-        *(x, _or(down, x), *_tensors(side)),
+        *(x, or_else(down, x), *tensors(side)),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         *(tokens // at.page, record.stride(side)),
-        **_constants(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
+        **constants_of(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
         **{
             "D": dims,
             "R": at.dims,
@@ -435,9 +441,9 @@ def _quantize_blocks(
     batch, heads, tokens, dims = x.shape
     x, most = rows_together(x), QUANTIZED_TOKENS if dims <= 128 else QUANTIZED_TOKENS // 2
     block = math.gcd(tokens, most)
-    down, of_head, parts = _down_of(blocks.whole(code.transform, dims), x.dtype)
+    down, of_head, parts = down_of(blocks.whole(code.transform, dims), x.dtype)
     cast(Kernel, quantize_mixed_kernel)[(tokens // block, heads, batch)](
-        *(x, _or(down, x), *_tensors(side), torch.as_tensor(places, device=x.device)),
+        *(x, or_else(down, x), *tensors(side), torch.as_tensor(places, device=x.device)),
         *(blocks.numbers_of_dims(at, dims, x.device), blocks.recipe(at, dims, x.device)),
         *(x.stride(0), x.stride(1), of_head, tokens // at.page, record.stride(side)),
         *(at.dims, at.quantizer.words),
@@ -459,7 +465,7 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
     longest_row = pages.table.shape[1]
     if isinstance(at, BlockLayout):
         cast(Kernel, dequantize_mixed_kernel)[(longest_row * at.steps, heads, batch)](
-            *(*_tensors(stored), pages.table, pages.counts, out, blocks.places_of(at, out.device)),
+            *(*tensors(stored), pages.table, pages.counts, out, blocks.places_of(at, out.device)),
             *(longest_row, start, out.stride(0), out.stride(1), record.stride(stored)),
             *(len(at.places), at.tiles),
             **{"PAGE": at.page, "KEYS": at.keys},
@@ -467,10 +473,10 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
         )
         return
     cast(Kernel, dequantize_kernel)[(longest_row * (at.page // at.step_tokens), heads, batch)](
-        *_tensors(stored),
+        *tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
         record.stride(stored),
-        **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **_constants(at)},
+        **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **constants_of(at)},
         **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
         num_warps=4,
     )

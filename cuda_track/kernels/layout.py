@@ -27,7 +27,7 @@ from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.kernels import blocks
 from cuda_track.kernels.blocks import BlockLayout
-from mlxkv.formats.quantizers import Affine, MixedBits
+from mlxkv.formats.quantizers import Affine, MixedBits, Quantizer
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -145,14 +145,18 @@ Layout = PlaneLayout | BlockLayout
 
 def layouts(codecs: tuple[Codec, Codec]) -> tuple[Layout, Layout]:
     """Return the layouts of keys and of values."""
-    return _layout(codecs[0], True), _layout(codecs[1], False)
+    keys, values = codecs
+    return of_side(keys.quantizer, keys.dims, keys.page, True), of_side(
+        values.quantizer, values.dims, values.page, False
+    )
 
 
-def _layout(code: Codec, keys: bool) -> Layout:
-    if isinstance(code.quantizer, MixedBits):
-        return BlockLayout(code.quantizer, code.page, keys)
-    assert isinstance(code.quantizer, Affine)  # by `why_not`
-    return PlaneLayout(code.quantizer, code.dims, code.page, keys)
+def of_side(quantizer: Quantizer, dims: int, page: int, keys: bool) -> Layout:
+    """Return the layout of a side with `dims` stored dims, which `why_not` has no reason against."""
+    if isinstance(quantizer, MixedBits):
+        return BlockLayout(quantizer, page, keys)
+    assert isinstance(quantizer, Affine)  # by `why_not`
+    return PlaneLayout(quantizer, dims, page, keys)
 
 
 def why_not(quantizer, dims: int, page: int, keys: bool = True) -> str | None:

@@ -208,7 +208,7 @@ def attend_mixed_kernel(
             part_out + at * R, part_top + at, part_sum + at, rows, new, plain_scale, cap, C,
         )  # fmt: skip
     else:
-        _mixed_pages(
+        pages_of_mixed_bits(
             q + head * N * R, factors + head * N, k_words, k_odd, k_numbers, v_words, v_odd, v_numbers,
             table + b * row_pages, tl.load(pages + b), split, splits, g, tl.num_programs(1),
             mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows, cap, C,
@@ -217,7 +217,7 @@ def attend_mixed_kernel(
 
 
 @triton.jit
-def _mixed_pages(
+def pages_of_mixed_bits(
     queries, factors, k_words, k_odd, k_numbers, v_words, v_odd, v_numbers,
     table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows, cap,
     C: tl.constexpr,

@@ -1,0 +1,246 @@
+"""What a KV cache costs and gives inside vLLM, on one GPU: speed of steps, room for tokens, and next tokens of a model.
+
+    python -m experiments.engine speed CACHE [--cases 16x16384,64x8192,1x4096] -o ROWS
+    python -m experiments.engine quality CACHE --model FOLDER [--calibration FILE] -o ROWS
+    python -m experiments.engine load CACHE --model FOLDER -o ROWS
+
+CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
+fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
+3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 97 tokens less that
+of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128 by
+prompt_logprobs in chunks of 8, so that codes are read, against vLLM's own cache in the model's type; KL over the 20
+likeliest tokens, and the rest as one. Load: 200 requests of a shared and an own text through a cache that holds few of
+them, 32 of them cancelled, against the same requests one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+OWN = ("auto", "fp8", "int4_per_token_head", "int8_per_token_head", "turboquant_4bit_nc")  # vLLM's
+SHAPE = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    **{"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
+}
+GRAPHS = [1, 2, 4, 8, 16, 32, 64]
+CONTEXT, NEXT, CHUNK, LIKELIEST = 4096, 128, 8, 20
+
+
+def shape_folder(to: Path) -> Path:
+    """Write a folder with SHAPE and, in place of weights, one number; and a random calibration beside it."""
+    from safetensors.numpy import save_file
+
+    from mlxkv.catalog import folder
+    from mlxkv.formats import matrices
+    from mlxkv.formats.calibration import artifact
+    from mlxkv.formats.calibration.artifact import Basis, Calibration, Layer
+    from mlxkv.formats.calibration.balance import Balance
+
+    to.mkdir(exist_ok=True)
+    (to / "config.json").write_text(json.dumps(SHAPE))
+    (to / "tokenizer.json").write_text("{}")
+    save_file({"none": np.zeros(1, np.float32)}, to / "model.safetensors", {"format": "pt"})
+    heads, dims = 8, 128
+    fall = np.broadcast_to(np.exp(-np.arange(dims) / 24), (heads, dims)).astype(np.float32)
+    vectors = matrices.random_basis(heads, dims, 0).astype(np.float32)
+    ones, balance = np.ones((heads, dims), np.float32), Balance(vectors, fall)
+    keys, values = (
+        Basis(fall[:, ::-1].copy(), vectors, balance, ones, mean=mean) for mean in (0 * ones, None)
+    )
+    layers = {str(i): Layer(heads, keys, values) for i in range(SHAPE["num_hidden_layers"])}
+    mark = folder.fingerprint(folder.check_folder(to))
+    made = Calibration(mark, "random", "llama", 1, "none", "none", layers, 131072)
+    artifact.write_calibration(to / "calibration.safetensors", made)
+    return to
+
+
+def engine(options: Namespace, model: str, **more) -> LLM:
+    """Start vLLM with a cache."""
+    from vllm import LLM
+
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if options.cache in OWN:
+        more["kv_cache_dtype"] = options.cache
+    else:
+        asked = {"mlxkv": options.cache}
+        if options.calibration:
+            asked["mlxkv_calibration"] = str(options.calibration)
+        more |= {"attention_backend": "CUSTOM", "additional_config": asked}
+    return LLM(model, **more)
+
+
+def speed(options: Namespace) -> None:
+    from vllm import SamplingParams
+
+    to = shape_folder(Path("shape"))
+    options.calibration = to / "calibration.safetensors"
+    start = time.time()
+    llm = engine(
+        options, str(to), load_format="dummy", skip_tokenizer_init=True, max_model_len=17000,
+        gpu_memory_utilization=0.9, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=64,
+        max_num_batched_tokens=8192, disable_log_stats=True,
+        compilation_config={
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS
+        },
+    )  # fmt: skip
+    cache = llm.llm_engine.vllm_config.cache_config
+    row = {"cache": options.cache, "start_s": round(time.time() - start, 1)}
+    write(
+        options,
+        row | {"blocks": cache.num_gpu_blocks, "block": cache.block_size, "tokens": room(llm)},
+    )
+
+    def seconds(prompts: list, count: int) -> float:
+        params = SamplingParams(
+            max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0, detokenize=False
+        )
+        start = time.time()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.time() - start
+
+    for batch, context in (map(int, case.split("x")) for case in options.cases.split(",")):
+        some = random.Random(batch * context)
+        prompts = [
+            {"prompt_token_ids": [some.randrange(10, 120000) for _ in range(context)]}
+            for _ in range(batch)
+        ]
+        first, again, full = (seconds(prompts, count) for count in (1, 1, 97))
+        step = (full - again) / 96
+        write(options, {
+            "cache": options.cache, "batch": batch, "context": context, "prefill_s": round(first, 2),
+            "hit_s": round(again, 2), "step_ms": round(step * 1e3, 3), "tokens_s": round(batch / step, 1),
+        })  # fmt: skip
+
+
+def room(llm: LLM) -> int | None:
+    """Return how many tokens of sequences of the longest length fit, as vLLM counts them."""
+    found = getattr(llm.llm_engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
+    return found and int(found)
+
+
+def quality(options: Namespace) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    folder = Path(os.__file__).parent
+    files = [f for f in sorted(folder.glob("*.py")) if f.stat().st_size > 40000][:12]
+    prompts = [tokenizer(f.read_text(errors="ignore")).input_ids for f in files]
+    prompts = [p[: CONTEXT + NEXT] for p in prompts if len(p) >= CONTEXT + NEXT]
+    llm = engine(
+        options, str(options.model), max_model_len=CONTEXT + 512, enforce_eager=True,
+        gpu_memory_utilization=0.35, enable_prefix_caching=True, max_logprobs=LIKELIEST,
+        dtype="bfloat16", max_num_seqs=1, max_num_batched_tokens=2048,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=LIKELIEST, detokenize=False)
+    texts = []
+    for (
+        prompt
+    ) in prompts:  # a token at a time: each hits the prefix of the one before, and reads codes
+        text = []
+        for at in range(CONTEXT, CONTEXT + NEXT):
+            given = {"prompt_token_ids": prompt[:at]}
+            out = llm.generate(given, params, use_tqdm=False)[0].outputs[0]
+            text.append((prompt[at], {int(t): x.logprob for t, x in out.logprobs[0].items()}))
+        texts.append(text)
+    store = Path(options.output).with_suffix(".auto.json")
+    if options.cache == "auto":
+        store.write_text(json.dumps(texts))
+    exact = [
+        [(t, {int(k): v for k, v in row.items()}) for t, row in text]
+        for text in json.loads(store.read_text())
+    ]
+    same, divergences, lost = 0, [], []
+    for text, stored in zip(exact, texts, strict=True):
+        total = 0.0
+        for (target, p), (_, q) in zip(text, stored, strict=True):
+            same += max(p, key=p.get) == max(q, key=q.get)
+            total += divergence(p, q)
+            if target in p and target in q:
+                lost.append(p[target] - q[target])
+        divergences.append(total / len(text))
+    count = sum(map(len, texts))
+    write(options, {
+        "cache": options.cache, "model": Path(options.model).name, "texts": len(texts), "tokens": count,
+        "same_next": round(100 * same / count, 2), "kl": round(float(np.mean(divergences)), 5),
+        "nll_lost": round(float(np.mean(lost)), 4), "worst_kl": round(max(divergences), 4),
+    })  # fmt: skip
+
+
+def divergence(p: dict[int, float], q: dict[int, float]) -> float:
+    """Return KL of the tokens that both name, and of all others as one."""
+    both = [k for k in p if k in q]
+    of_p, of_q = (1 - sum(math.exp(x[k]) for k in both) for x in (p, q))
+    total = sum(math.exp(p[k]) * (p[k] - q[k]) for k in both)
+    return total + (of_p * math.log(of_p / max(of_q, 1e-9)) if of_p > 1e-6 else 0.0)
+
+
+def load(options: Namespace) -> None:
+    from vllm import SamplingParams
+
+    some = random.Random(0)
+    shared = [some.randrange(10, 40000) for _ in range(6000)]
+    prompts = [
+        {"prompt_token_ids": shared[: some.randrange(3000, 6000)] + [some.randrange(10, 40000) for _ in range(2000)]}
+        for _ in range(200)
+    ]  # fmt: skip
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, detokenize=False)
+    llm = engine(
+        options, str(options.model), max_model_len=8192, dtype="bfloat16", max_num_seqs=64,
+        enable_prefix_caching=True, num_gpu_blocks_override=options.blocks, max_num_batched_tokens=8192,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS},
+    )  # fmt: skip
+    start = time.time()
+    crowd = [tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    took = time.time() - start
+    alone = []
+    for prompt in prompts[: options.alone]:
+        llm.reset_prefix_cache()
+        alone.append(tuple(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
+    pairs = list(zip(crowd, alone, strict=False))
+    tokens = [x == y for a, b in pairs for x, y in zip(a, b, strict=True)]
+    write(options, {
+        "cache": options.cache, "model": Path(options.model).name, "requests": len(prompts), "s": round(took, 1),
+        "compared": len(pairs), "same_texts": sum(a == b for a, b in pairs),
+        "same_tokens": round(100 * sum(tokens) / max(len(tokens), 1), 2),
+    })  # fmt: skip
+
+
+def write(options: Namespace, row: dict) -> None:
+    line = json.dumps(row)
+    print(line, flush=True)
+    with Path(options.output).open("a") as file:
+        file.write(line + "\n")
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("speed", "quality", "load"))
+    parser.add_argument("cache")
+    parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--blocks", type=int, help="of the cache, for load")
+    parser.add_argument("--alone", type=int, default=40, help="requests that load repeats alone")
+    parser.add_argument("-o", "--output", default="engine.jsonl")
+    options = parser.parse_args()
+    {"speed": speed, "quality": quality, "load": load}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
