@@ -35,6 +35,12 @@ def pages_read(before: int) -> int:
     return max(0, (before + 1 - RECENT) // PAGE)
 
 
+def tokens_that_fit(blocks: int, exact_tokens: int, length: int) -> int:
+    """Return how many tokens `blocks` of a pool hold in sequences of `length` tokens, windows included."""
+    window = -(-(RECENT + PAGE) // exact_tokens) + 1 + SINK // exact_tokens
+    return blocks // (-(-length // PAGE) + min(window, -(-length // exact_tokens))) * length
+
+
 def together(prefills: list) -> Iterator[list]:
     """Yield runs of neighbours that flash attention takes at once: those without a context; each other one alone."""
     run: list = []
@@ -60,6 +66,18 @@ class Blocks:
         flat = pool.view(pool.shape[0], heads, record.size)
         self.layouts, self.sides = record.layouts, record.views(flat)
         self.by_kernels = pool.device.type == "cuda" or launch.interpreted()
+        if pool.device.type == "cuda":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile what the first request with a context would wait for: block 0 is decoded, which holds nothing."""
+        table, count = (
+            torch.full(x, y, dtype=torch.int32, device=self.pool.device)
+            for x, y in (((1, 1), 0), ((1,), 1))
+        )
+        pages = PoolPages(self.codecs, self.layouts, self.sides, table, count, PAGE)
+        for side, code in enumerate(self.codecs):
+            self._decoded(pages, side, code.dims, self.exact.dtype)
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, codes: Requests, near: Requests

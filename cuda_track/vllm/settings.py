@@ -64,6 +64,7 @@ class Plan:
             for name in calibration.layers:
                 self._configs |= layers.fitted({name: config}, calibration)
 
+    @cache  # noqa: B019 (plans live as long as their process)
     def record(self, heads: Heads) -> Record:
         """Return the record of any layer; its size is that of all."""
         configs = self._configs.values() if self.calibration else (self.config,)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cuda_track.kernels import launch
 from cuda_track.vllm import settings
-from cuda_track.vllm.blocks import Blocks
+from cuda_track.vllm.blocks import Blocks, tokens_that_fit
 from cuda_track.vllm.settings import PAGE, RECENT, SINK, Heads, Plan
 from mlxkv.errors import UserError
 
@@ -204,6 +204,13 @@ def blocks_of(layer: Attention, pool: torch.Tensor, exact: torch.Tensor) -> Bloc
     """Return the blocks of a layer, in tensors of vLLM's."""
     heads, index = heads_of(layer), extract_layer_index(layer.layer_name)
     codecs = layer.mlxkv_plan.codecs(index, heads, pool.device)
+    if index == 0:
+        blocks, length = len(pool), layer.mlxkv_longest
+        logger.info(
+            "mlxkv: %s blocks hold %s tokens in sequences of %s, exact ones included; vLLM's figure above sets "
+            "prefills of whole batches aside",
+            *(f"{n:,}" for n in (blocks, tokens_that_fit(blocks, exact.shape[2], length), length)),
+        )
     return Blocks(codecs, pool, exact, heads.count, heads.dims)
 
 
@@ -219,10 +226,11 @@ def register() -> None:
     def init(layer, *args, **kwargs):
         own_init(layer, *args, **kwargs)
         if _compressed(layer):
-            layer.mlxkv_plan = _checked(layer, get_current_vllm_config())
-            exact = ExactTokens(layer, get_current_vllm_config().model_config.dtype)
-            context = get_current_vllm_config().compilation_config.static_forward_context
-            context[layer.layer_name + SUFFIX] = exact
+            config = get_current_vllm_config()
+            layer.mlxkv_plan = _checked(layer, config)
+            layer.mlxkv_longest = config.model_config.max_model_len
+            context = config.compilation_config.static_forward_context
+            context[layer.layer_name + SUFFIX] = ExactTokens(layer, config.model_config.dtype)
 
     def spec(layer, vllm_config):
         return (
