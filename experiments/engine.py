@@ -21,6 +21,7 @@ import os
 import random
 import time
 from argparse import ArgumentParser, Namespace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ SHAPE = {
 }
 GRAPHS = [1, 2, 4, 8, 16, 32, 64]
 CONTEXT, NEXT, LIKELIEST = 4096, 128, 20
+REQUESTS, CANCELLED = 200, 32
 
 
 def shape_folder(to: Path) -> Path:
@@ -204,29 +206,48 @@ def load(options: Namespace) -> None:
     some = random.Random(0)
     shared = [some.randrange(10, 40000) for _ in range(6000)]
     prompts = [
-        {"prompt_token_ids": shared[: some.randrange(3000, 6000)] + [some.randrange(10, 40000) for _ in range(2000)]}
-        for _ in range(200)
-    ]  # fmt: skip
+        shared[: some.randrange(3000, 6000)] + [some.randrange(10, 40000) for _ in range(2000)]
+        for _ in range(REQUESTS)
+    ]
     params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, detokenize=False)
     llm = engine(
         options, str(options.model), max_model_len=8192, dtype="bfloat16", max_num_seqs=64,
         enable_prefix_caching=True, num_gpu_blocks_override=options.blocks, max_num_batched_tokens=8192,
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS},
+        tensor_parallel_size=options.gpus, disable_log_stats=False, gpu_memory_utilization=0.5,
+        compilation_config={
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS
+        },
     )  # fmt: skip
-    start = time.time()
-    crowd = [tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
-    took = time.time() - start
-    alone = []
-    for prompt in prompts[: options.alone]:
+    start, found = time.time(), {}
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for step in range(1 << 20):
+        if step == 60:
+            llm.llm_engine.abort_request([str(i) for i in range(40, 40 + CANCELLED)])
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        for out in llm.llm_engine.step():
+            if out.finished and not out.outputs[0].finish_reason == "abort":
+                found[int(out.request_id.split("-")[0])] = tuple(out.outputs[0].token_ids)
+    took, alone = time.time() - start, {}
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    for i in range(options.alone):
         llm.reset_prefix_cache()
-        alone.append(tuple(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
-    pairs = list(zip(crowd, alone, strict=False))
-    tokens = [x == y for a, b in pairs for x, y in zip(a, b, strict=True)]
+        given = {"prompt_token_ids": prompts[i]}
+        alone[i] = tuple(llm.generate(given, params, use_tqdm=False)[0].outputs[0].token_ids)
+    pairs = [(found[i], alone[i]) for i in alone if i in found]
+    first = [
+        next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), 64) for a, b in pairs
+    ]
     write(options, {
-        "cache": options.cache, "model": Path(options.model).name, "requests": len(prompts), "s": round(took, 1),
-        "compared": len(pairs), "same_texts": sum(a == b for a, b in pairs),
-        "same_tokens": round(100 * sum(tokens) / max(len(tokens), 1), 2),
+        "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus, "s": round(took, 1),
+        "finished": len(found), "preemptions": metrics.get("vllm:num_preemptions"),
+        "hits": metrics.get("vllm:prefix_cache_hits"), "usage_after": metrics.get("vllm:kv_cache_usage_perc"),
+        "compared": len(pairs), "same_texts": sum(n == 64 for n in first),
+        "same_tokens": round(100 * sum(first) / (64 * max(len(first), 1)), 2),
+        "digest": sha256(repr(sorted(alone.items())).encode()).hexdigest()[:8],
     })  # fmt: skip
+    Path(f"{options.output}.{options.cache}.{options.gpus}.json").write_text(json.dumps(alone))
 
 
 def write(options: Namespace, row: dict) -> None:
@@ -243,6 +264,7 @@ def main() -> None:
     parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--gpus", type=int, default=1, help="that share a model, for load")
     parser.add_argument("--blocks", type=int, help="of the cache, for load")
     parser.add_argument("--alone", type=int, default=40, help="requests that load repeats alone")
     parser.add_argument("-o", "--output", default="engine.jsonl")

@@ -111,7 +111,7 @@ def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
     not measured."""
     if not bits:  # a product has 16 tokens or dims: more warps share its rows of queries
         warps = min(4, padded // LEAST_ROWS)
-        return Launch(warps, max(1, (8 if dims <= 128 else 4) // warps), 4 if dims <= 128 else 3)
+        return Launch(warps, max(1, (8 if dims <= 128 else 4) // warps), 5 if dims <= 128 else 3)
     if padded == LEAST_ROWS and bits in (2, 4):
         return MEASURED[dims]
     warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
@@ -242,6 +242,11 @@ class Shape:
         many = self.batch * self.kv_heads * self.rows > MANY
         return many and self.dims <= 128 and torch.version.hip is None
 
+    def each(self, rows: int, turned: bool) -> int:
+        """Return how many requests a program takes in turn, so that those that load a matrix run at the same time."""
+        programs = -(-rows // LEAST_ROWS) * self.kv_heads * self.batch
+        return -(-programs // max(_processors(self.device), 1)) if turned else 1
+
     @property
     def sizes(self) -> dict[str, object]:
         return {"D": self.dims, "R": self.dims, "N": self.padded, **_chained(self.device)}
@@ -266,14 +271,16 @@ def turn_queries(
     of_keys = constants_of(keys)
     q = at.empty(at.padded, at.dims, dtype=torch.float16)
     sums, factors = at.empty(2, of_keys["GROUPS"], at.padded), at.empty(at.padded)
-    kernel = many_queries_kernel if at.many else queries_kernel
-    grid = (at.padded // (LEAST_ROWS if at.many else 1), at.kv_heads, at.batch)
-    cast(Kernel, kernel)[grid](
-        *(queries, or_else(up, q), q, sums, factors, at.rows, scale * LOG2E, _stride(up)),
-        **{**at.sizes, **of_keys, "TURNED": up is not None},
-        **({"M": LEAST_ROWS} if at.many else {}),
-        num_warps=8 if at.dims <= 128 else 16,
-    )
+    given = queries, or_else(up, q), q, sums, factors, at.rows, scale * LOG2E, stride_of(up)
+    options = {**at.sizes, **of_keys, "TURNED": up is not None}
+    options["num_warps"] = 8 if at.dims <= 128 else 16
+    if at.many:
+        each = at.each(at.padded, up is not None)
+        grid = at.padded // LEAST_ROWS, at.kv_heads, -(-at.batch // each)
+        cast(Kernel, many_queries_kernel)[grid](*given, at.batch, each, M=LEAST_ROWS, **options)
+    else:
+        grid = at.padded, at.kv_heads, at.batch
+        cast(Kernel, queries_kernel)[grid](*given, **options)
     return q, sums, factors
 
 
@@ -291,21 +298,26 @@ def merge(
     from cuda_track.kernels.transform import many_merge_kernel, merge_kernel
 
     out, (splits, windows) = partials[0], parts
-    slots, block = 1 << (splits + windows - 1).bit_length(), min(at.dims, 128)
-    heads = at.batch * at.kv_heads
+    slots, heads = 1 << (splits + windows - 1).bit_length(), at.batch * at.kv_heads
+    given = *partials, or_else(up, out), or_else(sink_logits, out), or_else(used, out), result
+    counts = *parts, at.rows, at.new, stride_of(up)
+    options = {
+        **{**at.sizes, "SPLITS": slots, "TURNED": up is not None},
+        **{"SINKS": sink_logits is not None, "USED": used is not None},
+    }
     if at.many:
-        grid, at_once, block_of = -(-at.rows // LEAST_ROWS), MERGED // LEAST_ROWS, {"M": LEAST_ROWS}
-    else:
-        while block > 64 and heads * at.rows * at.dims // block < FEW // 2:
-            block //= 2
-        grid, at_once, block_of = at.rows * (at.dims // block), MERGED, {"BLOCK": block}
-    cast(Kernel, many_merge_kernel if at.many else merge_kernel)[(grid, at.kv_heads, at.batch)](
-        *(*partials, or_else(up, out), or_else(sink_logits, out), or_else(used, out), result),
-        *(*parts, at.rows, at.new, _stride(up)),
-        **{**at.sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // at.dims, slots)},
-        **{"TURNED": up is not None, "SINKS": sink_logits is not None, "USED": used is not None},
-        num_warps=16 if not at.many and grid * heads <= FEW else 8,
-    )
+        each, chunk = at.each(at.rows, up is not None), min(MERGED // LEAST_ROWS // at.dims, slots)
+        grid = -(-at.rows // LEAST_ROWS), at.kv_heads, -(-at.batch // each)
+        options |= {"CHUNK": chunk, "M": LEAST_ROWS, "num_warps": 8}
+        cast(Kernel, many_merge_kernel)[grid](*given, *counts, at.batch, each, **options)
+        return
+    block = min(at.dims, 128)
+    while block > 64 and heads * at.rows * at.dims // block < FEW // 2:
+        block //= 2
+    grid = at.rows * (at.dims // block), at.kv_heads, at.batch
+    options |= {"BLOCK": block, "CHUNK": min(MERGED // at.dims, slots)}
+    options["num_warps"] = 16 if grid[0] * heads <= FEW else 8
+    cast(Kernel, merge_kernel)[grid](*given, *counts, **options)
 
 
 def _matrices(pages: PoolPages, dims: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -385,7 +397,7 @@ def or_else(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
     return fallback if x is None else x
 
 
-def _stride(matrix: torch.Tensor | None) -> int:
+def stride_of(matrix: torch.Tensor | None) -> int:
     """Return the stride of a head in a transform, 0 where all heads share it."""
     return matrix.stride(0) if matrix is not None and matrix.ndim == 3 else 0
 

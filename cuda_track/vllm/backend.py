@@ -26,20 +26,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cuda_track.cache.attention import DECODE_TOKENS
 from cuda_track.kernels import launch
 from cuda_track.kernels.layout import DIMS
-from cuda_track.vllm import blocks, specs
-from cuda_track.vllm.blocks import Blocks, Requests
+from cuda_track.vllm import specs
+from cuda_track.vllm.blocks import Blocks, Prefill, Requests, Run, runs_of
 from cuda_track.vllm.settings import PAGE
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A request whose context is decoded. row: of the batch. first, last: of its tokens in the batch. before: tokens
-    of its context."""
-
-    row: int
-    first: int
-    last: int
-    before: int
 
 
 @dataclass
@@ -47,14 +36,14 @@ class Metadata(AttentionMetadata):
     """Of one cache group.
 
     requests: what kernels read. decodes: requests at the front that a kernel serves, of `new` tokens at most. ragged:
-    where the tokens of decodes lie in [decodes, new], if some have fewer. prefills: the others.
+    where the tokens of decodes lie in [decodes, new], if some have fewer. runs: the others.
     """
 
     requests: Requests
     decodes: int
     new: int
     ragged: torch.Tensor | None
-    prefills: list[Prefill]
+    runs: list[Run]
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -97,7 +86,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             common.num_actual_tokens,
             common.max_query_len,
         )
-        return Metadata(requests, decodes, new, ragged, prefills)
+        return Metadata(requests, decodes, new, ragged, runs_of(prefills, self.device))
 
 
 class CompressedBackend(AttentionBackend):
@@ -208,6 +197,6 @@ class CompressedImpl(AttentionImpl[Metadata]):
         held.write(key, value, meta.requests, near.requests)
         if meta.decodes:
             held.decode(q, out, meta, near, self.scale)
-        for run in blocks.together(meta.prefills):
+        for run in meta.runs:
             held.prefill(q, key, value, out, run, meta.requests, near.requests, self.scale)
         return output

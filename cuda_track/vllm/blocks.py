@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,16 +40,65 @@ def tokens_that_fit(blocks: int, exact_tokens: int, length: int) -> int:
     return blocks // (-(-length // PAGE) + min(window, -(-length // exact_tokens))) * length
 
 
-def together(prefills: list) -> Iterator[list]:
-    """Yield runs of neighbours that flash attention takes at once: those without a context; each other one alone."""
-    run: list = []
+@dataclass(frozen=True)
+class Prefill:
+    """A request whose context is decoded for flash attention. row: of the batch. first, last: of its tokens in the
+    batch. before: tokens of its context."""
+
+    row: int
+    first: int
+    last: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours that flash attention takes at once: without a context, or one with a context. total: keys of the last.
+    starts, of_keys: where queries and keys of each begin, int32 on the device. pages: how many are read as codes, int32
+    [1]."""
+
+    requests: tuple[Prefill, ...]
+    total: int
+    starts: torch.Tensor
+    of_keys: torch.Tensor
+    pages: torch.Tensor
+
+    @property
+    def tokens(self) -> slice:
+        """Of the batch."""
+        return slice(self.requests[0].first, self.requests[-1].last)
+
+    @property
+    def longest(self) -> int:
+        return max(one.last - one.first for one in self.requests)
+
+
+def runs_of(prefills: list[Prefill], device: torch.device) -> list[Run]:
+    """Return the runs of a batch; their numbers travel to the device together."""
+    groups: list[list[Prefill]] = []
     for one in prefills:
-        if run and (one.before or run[-1].before or run[-1].last != one.first):
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
+        last = groups[-1][-1] if groups else None
+        if last is None or one.before or last.before or last.last != one.first:
+            groups.append([])
+        groups[-1].append(one)
+    numbers: list[int] = []
+    for group in groups:
+        starts = [one.first - group[0].first for one in group] + [group[-1].last - group[0].first]
+        total = group[-1].before + starts[-1]
+        of_keys = [0, total] if group[0].before else starts
+        numbers += [*starts, *of_keys, last_page(group[0].before) - SINK // PAGE]
+    moved, out = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True), []
+    for group in groups:
+        count = len(group) + 1
+        starts, of_keys, pages, moved = moved.split([count, count, 1, len(moved) - 2 * count - 1])
+        total = group[-1].before + group[-1].last - group[0].first
+        out.append(Run(tuple(group), total, starts, of_keys, pages))
+    return out
+
+
+def last_page(before: int) -> int:
+    """Return before which page, of those behind the sink, a step after `before` tokens reads codes."""
+    return max(pages_read(before), SINK // PAGE)
 
 
 class Blocks:
@@ -71,11 +119,8 @@ class Blocks:
 
     def _compile(self) -> None:
         """Compile what the first request with a context would wait for: block 0 is decoded, which holds nothing."""
-        table, count = (
-            torch.full(x, y, dtype=torch.int32, device=self.pool.device)
-            for x, y in (((1, 1), 0), ((1,), 1))
-        )
-        pages = PoolPages(self.codecs, self.layouts, self.sides, table, count, PAGE)
+        table = torch.zeros(1, 2, dtype=torch.int32, device=self.pool.device)
+        pages = PoolPages(self.codecs, self.layouts, self.sides, table[:, 1:], table[0, 1:], PAGE)
         for side, code in enumerate(self.codecs):
             self._decoded(pages, side, code.dims, self.exact.dtype)
 
@@ -115,21 +160,22 @@ class Blocks:
         block = table[tokens // self.page_tokens].long()
         return self.exact[block, :, tokens % self.page_tokens].transpose(0, 1)
 
-    def context(
-        self, codes: Requests, near: Requests, row: int, before: int, total: int
-    ) -> torch.Tensor:
-        """Return all `total` tokens of a request as those after the first `before` see them: [2, G, T, D]."""
-        dtype, device = self.exact.dtype, self.exact.device
-        out = torch.empty(2, self.heads, total, self.dims, dtype=dtype, device=device)
-        sink, last = min(SINK, total), max(pages_read(before), SINK // PAGE) * PAGE
-        for start, stop in ((0, sink), (last, total)):
-            if start < stop:
-                x = self._exact(near.table[row], torch.arange(start, stop, device=device))
-                out[:, :, start:stop] = x.unflatten(-1, (2, -1)).movedim(2, 0)
+    def context(self, codes: Requests, near: Requests, run: Run) -> torch.Tensor:
+        """Return all tokens of a request as those after its context see them: [2, G, T, D]."""
+        one, dtype, device = run.requests[0], self.exact.dtype, self.exact.device
+        out = torch.empty(2, self.heads, run.total, self.dims, dtype=dtype, device=device)
+        last = last_page(one.before) * PAGE
+        if self.by_kernels:
+            from cuda_track.vllm import kernels
+
+            kernels.gather(self, near.table[one.row], min(SINK, run.total), last, out)
+        else:
+            for start, stop in ((0, min(SINK, run.total)), (last, run.total)):
+                x = self._exact(near.table[one.row], torch.arange(start, max(start, stop)))
+                out[:, :, start : max(start, stop)] = x.unflatten(-1, (2, -1)).movedim(2, 0)
         if last > SINK:
-            table = codes.table[row : row + 1, SINK // PAGE : last // PAGE].contiguous()
-            count = torch.full((1,), table.shape[1], dtype=torch.int32, device=device)
-            pages = PoolPages(self.codecs, self.layouts, self.sides, table, count, last - SINK)
+            table = codes.table[one.row : one.row + 1, SINK // PAGE : last // PAGE]
+            pages = PoolPages(self.codecs, self.layouts, self.sides, table, run.pages, last - SINK)
             for side, code in enumerate(self.codecs):
                 out[side, :, SINK:last] = self._decoded(pages, side, code.dims, dtype)
         return out
@@ -161,53 +207,46 @@ class Blocks:
         out[: len(meta.ragged)] = result[meta.ragged]
 
     def prefill(
-        self, q, key, value, out, run: list, codes: Requests, near: Requests, scale: float
+        self, q, key, value, out, run: Run, codes: Requests, near: Requests, scale: float
     ) -> None:
-        """Attend with the new tokens of a run of requests without a context, or of one with a context."""
-        first, last = run[0].first, run[-1].last
-        if not run[0].before:
-            starts = [one.first - first for one in run] + [last - first]
-            causal(
-                q[first:last], key[first:last], value[first:last], out[first:last], starts, scale
-            )
-            return
-        one = run[0]
-        total = one.before + last - first
-        k, v = self.context(codes, near, one.row, one.before, total).transpose(1, 2)
-        causal(q[first:last], k, v, out[first:last], [0, last - first], scale)
+        """Attend with the new tokens of a run, q, key, value and out [N, H or G, D] of the whole batch."""
+        at = run.tokens
+        if run.requests[0].before:
+            key, value = self.context(codes, near, run).transpose(1, 2)
+        else:
+            key, value = key[at], value[at]
+        causal(q[at], key, value, out[at], run, scale)
 
 
-def causal(q, key, value, out, starts: list[int], scale: float) -> None:
-    """Attend causally with queries [N, H, D] of requests that start at `starts`; keys [T, G, D] are as many, or those
-    of one request whose last tokens the queries are."""
-    if q.device.type != "cuda":
-        for first, last in zip(starts, starts[1:], strict=False):
-            own = slice(first, last) if len(key) == len(q) else slice(None)
-            x = (y.transpose(0, 1)[None].float() for y in (q[first:last], key[own], value[own]))
-            queries, keys, values = x
-            seen = torch.ones(last - first, keys.shape[2], dtype=torch.bool).tril(
-                keys.shape[2] - (last - first)
-            )
-            y = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
-            )
-            out[first:last] = y[0].transpose(0, 1).to(out.dtype)
+def causal(q, key, value, out, run: Run, scale: float) -> None:
+    """Attend causally with queries [N, H, D] of a run, whose tokens are the last of its keys [T, G, D]."""
+    if q.device.type == "cuda":
+        from vllm.v1.attention.backends.fa_utils import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+        )
+
+        flash_attn_varlen_func(
+            q=q,
+            k=key,
+            v=value,
+            out=out,
+            cu_seqlens_q=run.starts,
+            cu_seqlens_k=run.of_keys,
+            max_seqlen_q=run.longest,
+            max_seqlen_k=max(run.longest, run.total if run.requests[0].before else 0),
+            softmax_scale=scale,
+            causal=True,
+            fa_version=get_flash_attn_version(),
+        )
         return
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-
-    longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-    of_queries = torch.tensor(starts, dtype=torch.int32, device=q.device)
-    of_keys = of_queries if len(key) == len(q) else of_queries.new_tensor([0, len(key)])
-    flash_attn_varlen_func(
-        q=q,
-        k=key,
-        v=value,
-        out=out,
-        cu_seqlens_q=of_queries,
-        cu_seqlens_k=of_keys,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest if len(key) == len(q) else len(key),
-        softmax_scale=scale,
-        causal=True,
-        fa_version=get_flash_attn_version(),
-    )
+    starts, of_keys = run.starts.tolist(), run.of_keys.tolist()
+    for first, last, start, stop in zip(starts, starts[1:], of_keys, of_keys[1:], strict=False):
+        sides = q[first:last], key[start:stop], value[start:stop]
+        queries, keys, values = (x.transpose(0, 1)[None].float() for x in sides)
+        new, total = last - first, stop - start
+        seen = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        y = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        out[first:last] = y[0].transpose(0, 1).to(out.dtype)

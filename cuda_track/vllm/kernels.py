@@ -215,6 +215,38 @@ def _exact_tokens(
     tl.store(part_sum + n, total)
 
 
+@triton.jit(do_not_specialize=["sinks", "recent", "total"])
+def gather_kernel(
+    exact, table, out,  # table of one request; [2, G, total, D]
+    block, head, token, sinks, recent, total, out_side, out_head,
+    D: tl.constexpr, TOKENS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Grid (runs of T exact tokens, G): copy tokens 0 .. sinks - 1 and recent .. total - 1 of a request."""
+    g = tl.program_id(1)
+    at, d = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+    exists = at < sinks + total - recent
+    position = tl.where(at < sinks, at, recent + at - sinks)
+    of = tl.load(table + position // TOKENS, mask=exists, other=0).to(tl.int64)
+    rows = exact + of * block + g * head + position % TOKENS * token
+    to = out + g.to(tl.int64) * out_head + position.to(tl.int64)[:, None] * D + d[None, :]
+    for side in tl.static_range(2):
+        x = tl.load(rows[:, None] + side * D + d[None, :], mask=exists[:, None], other=0.0)
+        tl.store(to + side * out_side, x, mask=exists[:, None])
+
+
+def gather(held: Blocks, table: torch.Tensor, sinks: int, recent: int, out: torch.Tensor) -> None:
+    """Copy the first `sinks` tokens of a request, and those from `recent` on, to out [2, G, T, D]."""
+    total, at_once = out.shape[2], 4 * WINDOW
+    recent = min(max(recent, sinks), total)
+    grid = max(1, -(-(sinks + total - recent) // at_once)), held.heads
+    cast(Kernel, gather_kernel)[grid](
+        *(held.exact, table, out, *held.exact.stride()[:3], sinks, recent, total),
+        *(out.stride(0), out.stride(1)),
+        **{"D": held.dims, "TOKENS": held.page_tokens, "T": at_once},
+        num_warps=4,
+    )
+
+
 def write(
     held: Blocks, key: torch.Tensor, value: torch.Tensor, codes: Requests, near: Requests
 ) -> None:
