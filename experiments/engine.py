@@ -227,7 +227,7 @@ def load(options: Namespace) -> None:
         if not llm.llm_engine.has_unfinished_requests():
             break
         for out in llm.llm_engine.step():
-            if out.finished and not out.outputs[0].finish_reason == "abort":
+            if out.finished and out.outputs[0].finish_reason != "abort":
                 found[int(out.request_id.split("-")[0])] = tuple(out.outputs[0].token_ids)
     took, alone = time.time() - start, {}
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
