@@ -9,6 +9,9 @@ ones, are a second cache beside it, of vLLM's own sliding-window kind: vLLM allo
 `kernels` on a GPU.
 """
 
+# vLLM is an optional dependency, and has no wheel for most of the machines that check types.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 BACKEND = "cuda_track.vllm.backend.CompressedBackend"

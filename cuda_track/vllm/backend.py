@@ -4,6 +4,9 @@ Decodes read codes by the kernels of `kernels`. Prefills, and everything where t
 request once per layer into room of its own, for flash attention (or SDPA).
 """
 
+# vLLM is an optional dependency, and has no wheel for most of the machines that check types.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """The blocks of one layer: what is written to them and how they are attended to."""
 
+# vLLM is an optional dependency, and has no wheel for most of the machines that check types.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

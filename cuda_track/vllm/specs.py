@@ -4,6 +4,9 @@ Both come from vLLM's one pool, as blocks of the same bytes. A token is written 
 codes. So prefix caching, chunked prefill, preemption, refused drafts and asynchronous scheduling need nothing here.
 """
 
+# vLLM is an optional dependency, and has no wheel for most of the machines that check types.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
