@@ -29,8 +29,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from cuda_track.cache.attention import DECODE_TOKENS
 from cuda_track.kernels import launch
 from cuda_track.kernels.layout import DIMS
-from cuda_track.vllm import specs
-from cuda_track.vllm.blocks import Blocks, Prefill, Requests, Run, runs_of
+from cuda_track.vllm.blocks import SUFFIX, Blocks, Prefill, Requests, Run, runs_of
 from cuda_track.vllm.settings import PAGE
 
 
@@ -188,11 +187,11 @@ class CompressedImpl(AttentionImpl[Metadata]):
         output = torch.empty_like(query) if output is None else output
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        context, name = get_forward_context(), layer.layer_name + specs.SUFFIX
-        exact, near = context.no_compile_layers[name].kv_cache, context.attn_metadata[name]
-        if self._blocks is None or self._blocks.pool.data_ptr() != kv_cache.data_ptr():
-            self._blocks = specs.blocks_of(layer, kv_cache, exact)
+        context, name = get_forward_context(), layer.layer_name + SUFFIX
+        exact, near = context.no_compile_layers[name], context.attn_metadata[name]
         held, meta = self._blocks, attn_metadata
+        if held is None or held.pool.data_ptr() != kv_cache.data_ptr():
+            held = self._blocks = exact.blocks(kv_cache)
         out, q = (
             output.view(-1, self.num_heads, self.head_size),
             query.view(-1, self.num_heads, self.head_size),

@@ -14,6 +14,8 @@ from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
 from cuda_track.vllm.settings import PAGE, RECENT, SINK, LayerCodecs
 
+SUFFIX = ".exact"  # of the names of layers' windows in vLLM
+
 
 @dataclass(frozen=True)
 class Requests:

@@ -9,7 +9,7 @@ that a CUDA graph that was captured once serves contexts of all lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import triton
@@ -23,8 +23,10 @@ from cuda_track.kernels.decode import pages_of_codes
 from cuda_track.kernels.encode import quantize_rows
 from cuda_track.kernels.launch import Kernel, Shape
 from cuda_track.kernels.mixed_bits import pages_of_mixed_bits, quantize_mixed_rows
-from cuda_track.vllm.blocks import Blocks, Requests
 from cuda_track.vllm.settings import PAGE, RECENT, SINK
+
+if TYPE_CHECKING:
+    from cuda_track.vllm.blocks import Blocks, Requests
 
 WINDOW = 16  # exact tokens that a program reads at a time: a pointer each
 

@@ -26,12 +26,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cuda_track.kernels import launch
 from cuda_track.vllm import settings
-from cuda_track.vllm.blocks import Blocks, tokens_that_fit
+from cuda_track.vllm.blocks import SUFFIX, Blocks, tokens_that_fit
 from cuda_track.vllm.settings import PAGE, RECENT, SINK, Heads, Plan
 from mlxkv.errors import UserError
 
 logger = init_logger("vllm.mlxkv")
-SUFFIX = ".exact"  # of the names of windows
 TOKENS = 16  # of a block of a window at most
 LAYERS_HAVE_SHAPES = hasattr(
     AttentionSpec, "tokens_per_state"
@@ -178,6 +177,20 @@ class ExactTokens(AttentionLayerBase):
             page_size_padded=heads.count * record,
         )
 
+    def blocks(self, pool: torch.Tensor) -> Blocks:
+        """Return the blocks of the layer, whose codes lie in `pool`."""
+        heads, index = heads_of(self.layer), extract_layer_index(self.layer.layer_name)
+        codecs = self.layer.mlxkv_plan.codecs(index, heads, pool.device)
+        if index == 0:
+            length = self.layer.mlxkv_longest
+            room = tokens_that_fit(len(pool), self.kv_cache.shape[2], length)
+            logger.info(
+                "mlxkv: %s blocks hold %s tokens in sequences of %s, exact ones included; vLLM's figure above sets "
+                "prefills of whole batches aside",
+                *(f"{n:,}" for n in (len(pool), room, length)),
+            )
+        return Blocks(codecs, pool, self.kv_cache, heads.count, heads.dims)
+
 
 def plan_of(vllm_config: VllmConfig) -> Plan:
     """Return how the layers of this engine are compressed. Raises UserError."""
@@ -201,20 +214,6 @@ def codes_spec(layer: Attention, vllm_config: VllmConfig) -> CodesSpec:
         record=record,
         **shape,
     )
-
-
-def blocks_of(layer: Attention, pool: torch.Tensor, exact: torch.Tensor) -> Blocks:
-    """Return the blocks of a layer, in tensors of vLLM's."""
-    heads, index = heads_of(layer), extract_layer_index(layer.layer_name)
-    codecs = layer.mlxkv_plan.codecs(index, heads, pool.device)
-    if index == 0:
-        blocks, length = len(pool), layer.mlxkv_longest
-        logger.info(
-            "mlxkv: %s blocks hold %s tokens in sequences of %s, exact ones included; vLLM's figure above sets "
-            "prefills of whole batches aside",
-            *(f"{n:,}" for n in (blocks, tokens_that_fit(blocks, exact.shape[2], length), length)),
-        )
-    return Blocks(codecs, pool, exact, heads.count, heads.dims)
 
 
 def register() -> None:
