@@ -406,6 +406,7 @@ def test_a_process_of_tensor_parallelism_has_the_maps_of_its_heads(calibration):
     for rank in range(2):
         part = plan.codecs(0, Heads(1, 64, rank, 2), torch.device("cpu"))
         assert part.record.size == whole.record.size
+        assert part.mean is not None and whole.mean is not None
         assert torch.equal(part.mean[0], whole.mean[rank])
         x = torch.randn(1, 2, PAGE, 64)
         for code, all_heads in zip(part.codecs, whole.codecs, strict=True):
