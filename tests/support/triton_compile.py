@@ -30,6 +30,7 @@ from cuda_track.kernels.transform import (
     merge_kernel,
     queries_kernel,
 )
+from cuda_track.vllm import kernels as vllm
 from mlxkv.formats.quantizers import MixedBits
 
 TYPES = {
@@ -77,6 +78,20 @@ TYPES[dequantize_mixed_kernel] = {
     **dict.fromkeys(("numbers", "table", "pages", "block_places"), "*i32"),
 }
 TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
+FILLED = dict.fromkeys(("numbers", "lengths", "starts", "near_table", "table"), "*i32")
+TYPES[vllm.attend_blocks_kernel] = {
+    **TYPES[attend_kernel],
+    **{"exact": "*bf16", "near_table": "*i32"},
+    **dict.fromkeys(("lengths", "starts", "part_used"), "*i32"),
+}
+TYPES[vllm.keep_kernel] = {
+    **{"key": "*bf16", "value": "*bf16", "mean": "*fp32", "exact": "*bf16", "slots": "*i64"}
+}
+TYPES[vllm.quantize_filled_kernel] = {**FILLED, "exact": "*bf16", "down": "*bf16", "high": "*i8"}
+TYPES[vllm.quantize_filled_mixed_kernel] = {
+    **{**FILLED, "exact": "*bf16", "down": "*bf16", "words": "*i16", "odd": "*i8"},
+    **{"dims": "*fp32", "recipe": "*i32"},
+}
 WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
@@ -127,6 +142,15 @@ def attending_blocks(keys: tuple[int, ...], values: tuple[int, ...], **sizes: in
 
 MIXED = (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)  # 128 dims, the values in half a tile more
 WIDE = (8, *(4,) * 3, *(3,) * 4, *(2,) * 4, *(1,) * 4), (*(3,) * 3, *(2,) * 8, *(1,) * 2)
+EXACT = vllm.Exact(16, 64, 64, 4096)
+PAGE_OF_BLOCKS = {"D": 128, "PAGE": 64, "TOKENS": 16, "SINK": 64, "BLOCK": 32}
+PLANES = {**PAGE_OF_BLOCKS, "R": 128, "SYMMETRIC": False, "RANK": 1, "FUSED": True}
+
+
+def attending_vllm(constants: dict, mixed: bool) -> dict:
+    return {"C": constants["C"], "X": EXACT, "MIXED": mixed, "CHAINED": True}
+
+
 CASES = {
     "attend mixed bits": (attend_mixed_kernel, attending_blocks(*MIXED), None, 1),
     "attend mixed bits 64": (
@@ -149,6 +173,32 @@ CASES = {
         *(None, 8),
     ),
     "dequantize mixed bits": (dequantize_mixed_kernel, {"PAGE": 64, "KEYS": False}, None, 4),
+    "vllm attend int4": (
+        vllm.attend_blocks_kernel,
+        attending_vllm(attending(SIDE, WINDOW=16, CHANNEL=64, STAGES=5), False),
+        *(("int4", 128), 1),
+    ),
+    "vllm attend mixed bits": (
+        vllm.attend_blocks_kernel,
+        attending_vllm(attending_blocks(*MIXED, WINDOW=16), True),
+        *(("int4", 128), 1),
+    ),
+    "vllm keep": (vllm.keep_kernel, {"D": 128, "TOKENS": 16, "CENTRED": True}, None, 1),
+    "vllm quantize channels": (
+        vllm.quantize_filled_kernel,
+        {**PLANES, **SHORT, "CHANNEL": 64, "KEYS": True, "TURNED": False, "PARTS": 0},
+        *(("int4", 128), 4),
+    ),
+    "vllm quantize": (
+        vllm.quantize_filled_kernel,
+        {**PLANES, **SIDE, "CHANNEL": 0, "KEYS": False, "TURNED": True, "PARTS": 3},
+        *(("int4", 128), 4),
+    ),
+    "vllm quantize mixed bits": (
+        vllm.quantize_filled_mixed_kernel,
+        {**PAGE_OF_BLOCKS, "KEYS": True, "TURNED": True, "PARTS": 3},
+        *(None, 4),
+    ),
     "attend int4": (attend_kernel, attending(SIDE), ("int4", 128), 1),
     "attend int2 channels": (*(attend_kernel, attending(INT2, **BY_CHANNEL), ("int2", 128), 1),),
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
