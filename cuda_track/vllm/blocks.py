@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
 from cuda_track.vllm.settings import PAGE, RECENT, SINK, LayerCodecs
+from mlxkv.errors import UserError
 
 SUFFIX = ".exact"  # of the names of layers' windows in vLLM
 
@@ -116,6 +117,11 @@ class Blocks:
         self.mean = None if codecs.mean is None else codecs.mean.to(pool.device)
         self.heads, self.dims, self.page_tokens = heads, dims, exact.shape[2]
         record = codecs.record
+        if not pool.is_contiguous():  # kernels count records from the first
+            raise UserError(
+                f"[vllm] blocks of codes do not follow each other; got strides {pool.stride()} of {tuple(pool.shape)}; "
+                "choose vLLM's own --kv-cache-dtype here"
+            )
         flat = pool.view(pool.shape[0], heads, record.size)
         self.layouts, self.sides = record.layouts, record.views(flat)
         self.by_kernels = pool.device.type == "cuda" or launch.interpreted()

@@ -345,6 +345,14 @@ def test_tensors_of_a_record_are_aligned_and_do_not_overlap(kind):
     assert not pool[..., made.size :].any()
 
 
+def test_blocks_with_room_behind_them_are_refused():
+    """As vLLM pads them where another group has larger ones."""
+    codecs = layer("int4", 64, 1)
+    pool = torch.zeros(3, 1, 1, codecs.record.size + ALIGN, dtype=torch.uint8)
+    with pytest.raises(UserError, match="blocks of codes do not follow each other; got strides"):
+        Blocks(codecs, pool[..., : codecs.record.size], torch.zeros(3, 1, 8, 128), 1, 64)
+
+
 # -- what is asked for
 
 
