@@ -115,6 +115,13 @@ class CompressedBackend(AttentionBackend):
         return [PAGE]
 
     @classmethod
+    def supported_kv_cache_layouts(cls):
+        """Ask vLLM 0.32 for each layer's blocks in one run, and heads outermost in a block: kernels count on both."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(DIMS)
 

@@ -64,6 +64,11 @@ class ExactSpec(SlidingWindowSpec):
     def max_admission_blocks_per_request(self, *args, **kwargs) -> int:
         return super().max_admission_blocks_per_request(*args, **kwargs) + kept_blocks(self)
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """Keep workers of vLLM 0.33 from clearing a table below the window, where the first tokens are: 0 is never."""
+        return 0
+
 
 def kept_blocks(spec) -> int:
     """Return how many blocks of a window hold the first SINK tokens."""
