@@ -257,8 +257,20 @@ def _compressed(layer: Attention) -> bool:
 
 def _checked(layer: Attention, vllm_config: VllmConfig) -> Plan:
     """Return the plan. Raises UserError for what the engine is asked to do and blocks of codes cannot."""
-    parallel, dims = vllm_config.parallel_config, layer.head_size
+    parallel, cache, dims = (
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+        layer.head_size,
+    )
     plan, total = plan_of(vllm_config), vllm_config.model_config.get_total_num_kv_heads()
+    if cache.cache_dtype != "auto":
+        raise UserError(
+            f"[vllm] --additional-config says what is stored; got --kv-cache-dtype {cache.cache_dtype} too; choose auto"
+        )
+    if cache.user_specified_block_size and cache.block_size != PAGE:
+        raise UserError(
+            f"[vllm] a block is a page of {PAGE} tokens; got --block-size {cache.block_size}; choose {PAGE}"
+        )
     for wrong, what in (
         (launch.why_not(plan.config, (dims, dims)), f"heads of {dims} dims"),
         (layer.head_size_v != dims and "keys and values differ", "a head of two sizes"),
