@@ -2,7 +2,7 @@
 after it."""
 
 # Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
-# pyright: reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from cuda_track.codec.codec import Codec
 from cuda_track.kernels import launch, layout, record
 from cuda_track.kernels.record import ALIGN, Record
 from cuda_track.vllm import settings
-from cuda_track.vllm.blocks import Blocks, Requests, pages_read, together
+from cuda_track.vllm.blocks import Blocks, Prefill, Requests, pages_read, runs_of
 from cuda_track.vllm.settings import CALIBRATION, KV, PAGE, RECENT, SINK, Heads, LayerCodecs
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, mixed_bits
@@ -203,7 +203,7 @@ class Engine:
         starts = codes.starts.tolist()
         for row in range(len(before)) if rows is None else rows:
             own = slice(starts[row], starts[row + 1])
-            run = [SimpleNamespace(row=row, first=own.start, last=own.stop, before=before[row])]
+            (run,) = runs_of([Prefill(row, own.start, own.stop, before[row])], torch.device("cpu"))
             right = self.right(q[own], row, before[row])
             for one in self.held:
                 out = torch.full_like(q, torch.nan)
@@ -213,8 +213,7 @@ class Engine:
                     before[row],
                     error,
                 )
-                total = before[row] + own.stop - own.start
-                context = one.context(codes, near, row, before[row], total)
+                context = one.context(codes, near, run)
                 for found, x in zip(context, self.read(row, before[row]), strict=True):
                     torch.testing.assert_close(found.double(), x, rtol=2**-7, atol=1e-5)
 
@@ -320,14 +319,22 @@ def test_pages_are_read_behind_the_recent_tokens_and_the_first_page():
 
 
 def test_only_neighbours_without_a_context_are_attended_to_together():
-    def run(*spans):
-        made = [SimpleNamespace(first=a, last=b, before=c) for a, b, c in spans]
-        return [[x.first for x in part] for part in together(made)]
+    def made(*spans):
+        prefills = [Prefill(i, *span) for i, span in enumerate(spans)]
+        return runs_of(prefills, torch.device("cpu"))
 
-    assert run((0, 5, 0), (5, 9, 0)) == [[0, 5]]
-    assert run((0, 5, 0), (5, 9, 3), (9, 11, 0), (11, 12, 0)) == [[0], [5], [9, 11]]
-    assert run((0, 5, 0), (6, 9, 0)) == [[0], [6]]
-    assert run() == []
+    def firsts(*spans):
+        return [[x.first for x in run.requests] for run in made(*spans)]
+
+    assert firsts((0, 5, 0), (5, 9, 0)) == [[0, 5]]
+    assert firsts((0, 5, 0), (5, 9, 3), (9, 11, 0), (11, 12, 0)) == [[0], [5], [9, 11]]
+    assert firsts((0, 5, 0), (6, 9, 0)) == [[0], [6]]
+    assert made() == []
+    together, alone = made((2, 5, 0), (5, 9, 0), (9, 19, 300))
+    assert together.starts.tolist() == together.of_keys.tolist() == [0, 3, 7]
+    assert (together.tokens, together.longest) == (slice(2, 9), 4)
+    assert alone.starts.tolist() == [0, 10] and alone.of_keys.tolist() == [0, 310]
+    assert alone.pages.tolist() == [pages_read(300) - SINK // PAGE] and alone.total == 310
 
 
 @pytest.mark.parametrize("kind", ["int4", "int3", "mixed"])
