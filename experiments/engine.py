@@ -3,11 +3,12 @@
     python -m experiments.engine speed CACHE [--cases 16x16384,64x8192,1x4096] -o ROWS
     python -m experiments.engine quality CACHE --model FOLDER [--calibration FILE] -o ROWS
     python -m experiments.engine load CACHE --model FOLDER -o ROWS
+    python -m experiments.engine table -o ROWS      # of speed, for docs/results/engine.md
 
 CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
 fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
 3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 97 tokens less that
-of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128 by
+of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128,
 one a request behind a prefix hit, against vLLM's own cache in the model's type; KL over the 20
 likeliest tokens, and the rest as one. Load: 200 requests of a shared and an own text through a cache that holds few of
 them, 32 of them cancelled, against the same requests one by one.
@@ -39,7 +40,7 @@ SHAPE = {
     **{"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
 GRAPHS = [1, 2, 4, 8, 16, 32, 64]
-CONTEXT, NEXT, LIKELIEST = 4096, 128, 20
+CONTEXT, LIKELIEST = 4096, 20
 REQUESTS, CANCELLED = 200, 32
 
 
@@ -144,24 +145,64 @@ def room(options: Namespace, cache, length: int) -> int:
     return tokens_that_fit(cache.num_gpu_blocks, exact, length)
 
 
+def table(path: Path) -> str:
+    """Return the table of the rows that `speed` wrote: caches as columns, ratios over bf16, or fp8 and bf16."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    caches = list(dict.fromkeys(row["cache"] for row in rows))
+    room = {row["cache"]: row["tokens"] for row in rows if "tokens" in row}
+    found = {(r["cache"], r["batch"], r["context"]): r for r in rows if "batch" in r}
+
+    def line(name: str, cell) -> str:
+        return f"| {name} | {' | '.join(cell(cache) for cache in caches)} |"
+
+    def of(number: float, exact: float) -> str:
+        return "" if number == exact else f" ({number / exact:.2f})"
+
+    out = [line("", lambda c: "bf16" if c == "auto" else c), "|---" * (len(caches) + 1) + "|"]
+    fits = lambda c: f"{room[c]:,}{of(room[c], room['auto'])}"  # noqa: E731
+    out.append(
+        line("tokens that fit in sequences of 16,384, exact ones included (over bf16)", fits)
+    )
+    for batch, context in dict.fromkeys((b, n) for _, b, n in found):
+        get = lambda c, name, at=(batch, context): found[(c, *at)][name]  # noqa: E731
+        tokens = [
+            lambda c, get=get: (
+                f"{get(c, 'tokens_s'):.0f}{of(get(c, 'tokens_s'), get('auto', 'tokens_s'))}"
+            ),
+            lambda c, get=get: f"{get(c, 'tokens_s') / get('fp8', 'tokens_s'):.2f}",
+            lambda c, get=get: f"{get(c, 'step_ms'):.2f}",
+            lambda c, get=get: (
+                f"{get(c, 'prefill_s'):.2f}{of(get(c, 'prefill_s'), get('auto', 'prefill_s'))}"
+            ),
+            lambda c, get=get: f"{get(c, 'hit_s'):.2f}",
+        ]
+        name = f"{batch} x {context:,}"
+        heads = (
+            f"{name}: tokens a second (over bf16)", f"{name}: over fp8", f"{name}: ms a step",
+            f"{name}: prefill, s (over bf16)", f"{name}: first tokens after a prefix hit, s",
+        )  # fmt: skip
+        out += [line(*both) for both in zip(heads, tokens, strict=True)]
+    return "\n".join(out)
+
+
 def quality(options: Namespace) -> None:
     from transformers import AutoTokenizer
     from vllm import SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     folder = Path(os.__file__).parent
-    files = [f for f in sorted(folder.glob("*.py")) if f.stat().st_size > 40000][:12]
+    files = [f for f in sorted(folder.glob("*.py")) if f.stat().st_size > 40000][: options.texts]
     prompts = [tokenizer(f.read_text(errors="ignore")).input_ids for f in files]
-    prompts = [p[: CONTEXT + NEXT] for p in prompts if len(p) >= CONTEXT + NEXT]
+    prompts = [p[: CONTEXT + options.next] for p in prompts if len(p) >= CONTEXT + options.next]
     llm = engine(
         options, str(options.model), max_model_len=CONTEXT + 512, enforce_eager=True,
         gpu_memory_utilization=0.35, enable_prefix_caching=True, max_logprobs=LIKELIEST,
-        dtype="bfloat16", max_num_seqs=16, max_num_batched_tokens=2048,
+        dtype=options.dtype, max_num_seqs=16, max_num_batched_tokens=2048,
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=LIKELIEST, detokenize=False)
     texts = [[] for _ in prompts]
     for at in range(
-        CONTEXT, CONTEXT + NEXT
+        CONTEXT, CONTEXT + options.next
     ):  # behind a prefix hit: what is older than a page is read as codes
         given = [{"prompt_token_ids": prompt[:at]} for prompt in prompts]
         outs = llm.generate(given, params, use_tqdm=False)
@@ -259,16 +300,21 @@ def write(options: Namespace, row: dict) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("speed", "quality", "load"))
-    parser.add_argument("cache")
+    parser.add_argument("what", choices=("speed", "quality", "load", "table"))
+    parser.add_argument("cache", nargs="?")
     parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--texts", type=int, default=12, help="of Python's library, for quality")
+    parser.add_argument("--next", type=int, default=128, help="tokens of each that are compared")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model, for quality")
     parser.add_argument("--gpus", type=int, default=1, help="that share a model, for load")
     parser.add_argument("--blocks", type=int, help="of the cache, for load")
     parser.add_argument("--alone", type=int, default=40, help="requests that load repeats alone")
     parser.add_argument("-o", "--output", default="engine.jsonl")
     options = parser.parse_args()
+    if options.what == "table":
+        return print(table(Path(options.output)))
     {"speed": speed, "quality": quality, "load": load}[options.what](options)
 
 

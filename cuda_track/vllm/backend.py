@@ -28,9 +28,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cuda_track.cache.attention import DECODE_TOKENS
 from cuda_track.kernels import launch
-from cuda_track.kernels.layout import DIMS
 from cuda_track.vllm.blocks import SUFFIX, Blocks, Prefill, Requests, Run, runs_of
-from cuda_track.vllm.settings import PAGE
+from cuda_track.vllm.settings import DIMS, PAGE
 
 
 @dataclass

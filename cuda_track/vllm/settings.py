@@ -26,6 +26,10 @@ from mlxkv.formats.names import parse_kv
 KV, CALIBRATION = "mlxkv", "mlxkv_calibration"  # keys of --additional-config
 CHOICES = "int4, int3, or fill-2.25 to fill-6"
 PAGE = 64  # tokens of a block
+DIMS = (
+    64,
+    128,
+)  # of heads: those of 256 came out wrong on an H200 where drafts gave them more than eight rows
 SINK, RECENT = 64, 64  # tokens that stay exact: the first, and at least as many of the last
 MOST_BITS = 6.5  # above which vLLM's own fp8 has fewer bytes
 

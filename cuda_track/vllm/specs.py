@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from cuda_track.kernels import launch
 from cuda_track.vllm import settings
 from cuda_track.vllm.blocks import SUFFIX, Blocks, tokens_that_fit
-from cuda_track.vllm.settings import PAGE, RECENT, SINK, Heads, Plan
+from cuda_track.vllm.settings import DIMS, PAGE, RECENT, SINK, Heads, Plan
 from mlxkv.errors import UserError
 
 logger = init_logger("vllm.mlxkv")
@@ -272,6 +272,10 @@ def _checked(layer: Attention, vllm_config: VllmConfig) -> Plan:
             f"[vllm] a block is a page of {PAGE} tokens; got --block-size {cache.block_size}; choose {PAGE}"
         )
     for wrong, what in (
+        (
+            dims not in DIMS and f"heads of {' or '.join(map(str, DIMS))} dims are served",
+            f"{dims} dims",
+        ),
         (launch.why_not(plan.config, (dims, dims)), f"heads of {dims} dims"),
         (layer.head_size_v != dims and "keys and values differ", "a head of two sizes"),
         (

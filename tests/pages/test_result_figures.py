@@ -15,6 +15,7 @@ import pytest
 import repo_pages
 
 from cuda_track.golden import parity
+from experiments import engine
 from experiments.evidence import pretrained, stages
 from experiments.evidence.cells import OURS, PAPER, Cells, read
 from mlxkv.eval import intervals
@@ -30,6 +31,10 @@ SHOWN = r"(\d*\.?\d+)"
 # a source), and the machine. Nothing here recomputes them.
 ELSEWHERE = {
     "cuda.md": [("python -m cuda_track.bench --formats int4,int2", "one NVIDIA H200")],
+    "engine.md": [
+        ("python -m experiments.engine speed CACHE", "One NVIDIA H200"),
+        ("python -m experiments.engine quality CACHE", "on a CPU"),
+    ],
     "families.md": [
         ("python -m experiments.families.mlx --out", "AMD EPYC"),
         ("python -m experiments.families.vlm --out", "AMD EPYC"),
@@ -364,6 +369,12 @@ def test_what_is_not_computed_names_its_source(subtests):
         for source in sources:
             with subtests.test(name=name, source=source):
                 assert all(part in text for part in source)
+
+
+def test_the_table_of_engines_is_that_of_its_rows():
+    made = engine.table(RESULTS / "engine" / "h200.jsonl")
+    assert made in (RESULTS / "engine.md").read_text(encoding="utf-8")
+    assert "| 16 x 16,384: over fp8 | 0.87 | 1.00 | 1.34 | 1.62 |" in made
 
 
 def test_the_table_of_stages_is_that_of_its_rows():
