@@ -14,6 +14,9 @@ likeliest tokens, and the rest as one. Load: 200 requests of a shared and an own
 them, 32 of them cancelled, against the same requests one by one.
 """
 
+# vLLM is an optional dependency.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -207,8 +210,8 @@ def quality(options: Namespace) -> None:
         given = [{"prompt_token_ids": prompt[:at]} for prompt in prompts]
         outs = llm.generate(given, params, use_tqdm=False)
         for prompt, text, out in zip(prompts, texts, outs, strict=True):
-            likeliest = out.outputs[0].logprobs[0].items()
-            text.append((prompt[at], {int(t): x.logprob for t, x in likeliest}))
+            found = out.outputs[0].logprobs[0].items()
+            text.append((prompt[at], {int(t): x.logprob for t, x in found}))
     store = Path(options.output).with_suffix(".auto.json")
     if options.cache == "auto":
         store.write_text(json.dumps(texts))
@@ -220,7 +223,7 @@ def quality(options: Namespace) -> None:
     for text, stored in zip(exact, texts, strict=True):
         total = 0.0
         for (target, p), (_, q) in zip(text, stored, strict=True):
-            same += max(p, key=p.get) == max(q, key=q.get)
+            same += likeliest(p) == likeliest(q)
             total += divergence(p, q)
             if target in p and target in q:
                 lost.append(p[target] - q[target])
@@ -231,6 +234,10 @@ def quality(options: Namespace) -> None:
         "same_next": round(100 * same / count, 2), "kl": round(float(np.mean(divergences)), 5),
         "nll_lost": round(float(np.mean(lost)), 4), "worst_kl": round(max(divergences), 4),
     })  # fmt: skip
+
+
+def likeliest(logprobs: dict[int, float]) -> int:
+    return max(logprobs, key=lambda token: logprobs[token])
 
 
 def divergence(p: dict[int, float], q: dict[int, float]) -> float:
@@ -299,7 +306,7 @@ def write(options: Namespace, row: dict) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("speed", "quality", "load", "table"))
     parser.add_argument("cache", nargs="?")
     parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
