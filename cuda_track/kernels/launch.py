@@ -107,8 +107,8 @@ def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
     """Return the launch that was fastest on an H200, for few rows of queries; else as many warps
-    as hold their part of the sums in registers (`tests/support/triton_compile.py`). bits: 0 for mixed ones, which are
-    not measured."""
+    as hold their part of the sums in registers (`tests/support/triton_compile.py`). bits: 0 for mixed ones, of
+    which only the stages at 128 dims are measured."""
     if not bits:  # a product has 16 tokens or dims: more warps share its rows of queries
         warps = min(4, padded // LEAST_ROWS)
         return Launch(warps, max(1, (8 if dims <= 128 else 4) // warps), 5 if dims <= 128 else 3)
