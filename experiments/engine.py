@@ -144,7 +144,7 @@ def room(options: Namespace, cache, length: int) -> int:
     asked = {"mlxkv": options.cache, "mlxkv_calibration": options.calibration}
     heads = settings.Heads(SHAPE["num_key_value_heads"], SHAPE["head_dim"])
     record = settings.plan(asked, "shape").record(heads).size
-    exact = min(16, 1 << (record // (4 * heads.dims)).bit_length() - 1)
+    exact = settings.exact_tokens(record, heads.dims, 2)
     return tokens_that_fit(cache.num_gpu_blocks, exact, length)
 
 

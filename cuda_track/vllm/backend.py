@@ -137,20 +137,8 @@ class CompressedBackend(AttentionBackend):
         return False
 
 
-class ExactBackend(AttentionBackend):
+class ExactBackend(CompressedBackend):
     """Blocks of exact tokens: [blocks, kv heads, tokens, 2 D], keys then values. They are read by `CompressedImpl`."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls():
-        return CompressedImpl
-
-    @staticmethod
-    def get_builder_cls():
-        return Builder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):

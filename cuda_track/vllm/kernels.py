@@ -311,9 +311,9 @@ def attend(
     )
     at = Shape(batch, held.heads, heads // held.heads * new, new, dims, device)
     tuned = launch.launch_for(held.layouts, dims, at.padded)
-    least, around = launch.least_splits(batch * held.heads, device, tuned.programs)
-    pages = codes.table.shape[1]
-    splits = max(1, min(pages, max(least, -(-pages * PAGE // launch.LONGEST))))
+    grid = batch * held.heads, device, tuned.programs
+    least, _ = launch.least_splits(*grid)
+    splits, around = launch.splits(codes.table.shape[1], PAGE, *grid)
     up_keys, up_values = launch.matrices_of(held.codecs, held.layouts, dims, device)
     stored, sums, factors = launch.turn_queries(queries, at, held.layouts[0], up_keys, scale)
     partials, used = (

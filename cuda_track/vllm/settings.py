@@ -31,7 +31,22 @@ DIMS = (
     128,
 )  # of heads: those of 256 came out wrong on an H200 where drafts gave them more than eight rows
 SINK, RECENT = 64, 64  # tokens that stay exact: the first, and at least as many of the last
+MOST_EXACT = 16  # tokens of a block of exact ones
 MOST_BITS = 6.5  # above which vLLM's own fp8 has fewer bytes
+
+
+def exact_tokens(record: int, dims: int, item: int) -> int:
+    """Return how many exact tokens a block holds, a power of two. record: bytes of a head's codes. item: of a value.
+
+    Raises UserError if it holds none.
+    """
+    fit = min(MOST_EXACT, record // (2 * dims * item))
+    if not fit:
+        raise UserError(
+            f"[vllm] a block of {record} bytes holds no exact token; got {item} bytes a value of {dims} dims; choose "
+            "--dtype bfloat16 or more bits"
+        )
+    return 1 << fit.bit_length() - 1
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from cuda_track.vllm.settings import DIMS, PAGE, RECENT, SINK, Heads, Plan
 from mlxkv.errors import UserError
 
 logger = init_logger("vllm.mlxkv")
-TOKENS = 16  # of a block of a window at most
 LAYERS_HAVE_SHAPES = hasattr(
     AttentionSpec, "tokens_per_state"
 )  # since vLLM 0.32: [blocks, heads, states, bytes]
@@ -165,13 +164,7 @@ class ExactTokens(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig):
         heads = heads_of(self.layer)
         record = plan_of(vllm_config).record(heads).size
-        token = 2 * heads.dims * self.dtype.itemsize
-        tokens = min(TOKENS, 1 << (record // token).bit_length() - 1)
-        if not tokens:
-            raise UserError(
-                f"[vllm] a block of {record} bytes holds no exact token of {token}; got {self.dtype}; choose "
-                "--dtype bfloat16 or more bits"
-            )
+        tokens = settings.exact_tokens(record, heads.dims, self.dtype.itemsize)
         return ExactSpec(
             block_size=tokens,
             num_kv_heads=heads.count,

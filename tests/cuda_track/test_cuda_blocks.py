@@ -428,3 +428,11 @@ def test_a_process_of_tensor_parallelism_has_the_maps_of_its_heads(calibration):
             found, right = code.encode(x[:, rank : rank + 1]), all_heads.encode(x)
             for name, y in found.items():
                 assert torch.equal(y, right[name][:, rank : rank + 1])
+
+
+def test_a_block_holds_a_power_of_two_of_exact_tokens_or_says_that_it_holds_none():
+    assert [settings.exact_tokens(n, 128, 2) for n in (512, 1535, 6656, 9216, 1 << 20)] == [
+        *(1, 2, 8, 16, 16)
+    ]
+    with pytest.raises(UserError, match=r"a block of 511 bytes holds no exact token; got 2 bytes"):
+        settings.exact_tokens(511, 128, 2)
