@@ -2,16 +2,18 @@
 
     python -m experiments.engine speed CACHE [--cases 16x16384,64x8192,1x4096] -o ROWS
     python -m experiments.engine quality CACHE --model FOLDER [--calibration FILE] -o ROWS
+    python -m experiments.engine alone CACHE --model FOLDER [--calibration FILE] -o ROWS
     python -m experiments.engine load CACHE --model FOLDER -o ROWS
     python -m experiments.engine table -o ROWS      # of speed, for docs/results/engine.md
 
 CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
 fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
 3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 97 tokens less that
-of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128,
-one a request behind a prefix hit, against vLLM's own cache in the model's type; KL over the 20
-likeliest tokens, and the rest as one. Load: 200 requests of a shared and an own text through a cache that holds few of
-them, 32 of them cancelled, against the same requests one by one.
+of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128, one a
+request behind a prefix hit, against vLLM's own cache in the model's type; KL over the 20 likeliest tokens, and the rest
+as one. Alone: the same in transformers. Load: 200 requests of a shared and an own text through a cache that holds few
+of them, 32 of them cancelled, against the same requests one by one: how many tokens are the same up to the first other
+one, and by how many nats that one was less likely.
 """
 
 # vLLM is an optional dependency.
@@ -25,7 +27,7 @@ import os
 import random
 import time
 from argparse import ArgumentParser, Namespace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 OWN = ("auto", "fp8", "int4_per_token_head", "int8_per_token_head", "turboquant_4bit_nc")  # vLLM's
+SCALED = "+scales"  # fp8 with scales of the first tokens that vLLM reads, in place of 1
 SHAPE = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
@@ -43,8 +46,7 @@ SHAPE = {
     **{"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
 GRAPHS = [1, 2, 4, 8, 16, 32, 64]
-CONTEXT, LIKELIEST = 4096, 20
-REQUESTS, CANCELLED = 200, 32
+CONTEXT, CHUNK, LIKELIEST, NEW = 4096, 2048, 20, 64
 
 
 def shape_folder(to: Path) -> Path:
@@ -80,8 +82,9 @@ def engine(options: Namespace, model: str, **more) -> LLM:
     from vllm import LLM
 
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if options.cache in OWN:
-        more["kv_cache_dtype"] = options.cache
+    name, scales = options.cache.removesuffix(SCALED), options.cache.endswith(SCALED)
+    if name in OWN:
+        more |= {"kv_cache_dtype": name, **({"calculate_kv_scales": True} if scales else {})}
     else:
         asked = {"mlxkv": options.cache}
         if options.calibration:
@@ -99,13 +102,13 @@ def speed(options: Namespace) -> None:
     llm = engine(
         options, str(to), load_format="dummy", skip_tokenizer_init=True, max_model_len=17000,
         gpu_memory_utilization=0.9, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=64,
-        max_num_batched_tokens=8192, disable_log_stats=True,
+        max_num_batched_tokens=8192, disable_log_stats=True, tensor_parallel_size=options.gpus,
         compilation_config={
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS
         },
     )  # fmt: skip
     cache = llm.llm_engine.vllm_config.cache_config
-    row = {"cache": options.cache, "start_s": round(time.time() - start, 1)}
+    row = {"cache": options.cache, "gpus": options.gpus, "start_s": round(time.time() - start, 1)}
     write(options, row | {"tokens": room(options, cache, 16384), "max_model_len": 17000})
 
     def seconds(prompts: list, count: int) -> float:
@@ -129,14 +132,15 @@ def speed(options: Namespace) -> None:
         again, full = (min(seconds(prompts, count) for _ in range(2)) for count in (1, 97))
         step = (full - again) / 96
         write(options, {
-            "cache": options.cache, "batch": batch, "context": context, "prefill_s": round(first, 2),
-            "hit_s": round(again, 2), "step_ms": round(step * 1e3, 3), "tokens_s": round(batch / step, 1),
+            "cache": options.cache, "gpus": options.gpus, "batch": batch, "context": context,
+            "prefill_s": round(first, 2), "hit_s": round(again, 2), "step_ms": round(step * 1e3, 3),
+            "tokens_s": round(batch / step, 1),
         })  # fmt: skip
 
 
 def room(options: Namespace, cache, length: int) -> int:
     """Return how many tokens fit in sequences of `length`."""
-    if options.cache in OWN:
+    if options.cache.removesuffix(SCALED) in OWN:
         return cache.num_gpu_blocks // -(-length // cache.block_size) * length
     from cuda_track.vllm import settings
     from cuda_track.vllm.blocks import tokens_that_fit
@@ -189,18 +193,13 @@ def table(path: Path) -> str:
 
 
 def quality(options: Namespace) -> None:
-    from transformers import AutoTokenizer
     from vllm import SamplingParams
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    folder = Path(os.__file__).parent
-    files = [f for f in sorted(folder.glob("*.py")) if f.stat().st_size > 40000][: options.texts]
-    prompts = [tokenizer(f.read_text(errors="ignore")).input_ids for f in files]
-    prompts = [p[: CONTEXT + options.next] for p in prompts if len(p) >= CONTEXT + options.next]
+    prompts = prompts_of(options)
     llm = engine(
         options, str(options.model), max_model_len=CONTEXT + 512, enforce_eager=True,
         gpu_memory_utilization=0.35, enable_prefix_caching=True, max_logprobs=LIKELIEST,
-        dtype=options.dtype, max_num_seqs=16, max_num_batched_tokens=2048,
+        dtype=options.dtype, max_num_seqs=16, max_num_batched_tokens=CHUNK,
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=LIKELIEST, detokenize=False)
     texts = [[] for _ in prompts]
@@ -212,28 +211,79 @@ def quality(options: Namespace) -> None:
         for prompt, text, out in zip(prompts, texts, outs, strict=True):
             found = out.outputs[0].logprobs[0].items()
             text.append((prompt[at], {int(t): x.logprob for t, x in found}))
-    store = Path(options.output).with_suffix(".auto.json")
+    store = Path(options.output).with_suffix(f".{options.model.name}.json")
     if options.cache == "auto":
         store.write_text(json.dumps(texts))
     exact = [
         [(t, {int(k): v for k, v in row.items()}) for t, row in text]
         for text in json.loads(store.read_text())
     ]
-    same, divergences, lost = 0, [], []
+    write(options, compared(options, exact, texts) | {"engine": "vllm"})
+
+
+def alone(options: Namespace) -> None:
+    """Measure quality without vLLM: transformers and cuda_track, a batch, in chunks as vLLM's."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from cuda_track.models.attach_model import attach, new_cache
+    from cuda_track.models.transformers_compat import handed
+    from cuda_track.vllm.settings import RECENT, SINK
+    from mlxkv.formats.names import parse_kv
+
+    dtype, device = getattr(torch, options.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    ids = torch.tensor(prompts_of(options), device=device)
+
+    @torch.no_grad()
+    def read(given: dict) -> list:
+        for start in range(0, CONTEXT, CHUNK):
+            chunk = ids[:, start : min(start + CHUNK, CONTEXT)]
+            out = model(chunk, use_cache=True, logits_to_keep=1, **given)
+        texts = [[] for _ in ids]
+        for at in range(CONTEXT, CONTEXT + options.next):
+            found = out.logits[:, -1].float().log_softmax(-1).topk(LIKELIEST)
+            for text, tokens, values, token in zip(texts, *found[::-1], ids[:, at], strict=True):
+                text.append((int(token), dict(zip(tokens.tolist(), values.tolist(), strict=True))))
+            out = model(ids[:, at : at + 1], use_cache=True, **given)
+        return texts
+
+    exact = read({"past_key_values": DynamicCache()})
+    attach(model, replace(parse_kv(options.cache), sink=SINK, recent=RECENT), options.calibration)
+    write(options, compared(options, exact, read(handed(new_cache(model)))) | {"engine": "alone"})
+
+
+def prompts_of(options: Namespace) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer, length = AutoTokenizer.from_pretrained(options.model), CONTEXT + options.next
+    prompts = [tokenizer(f.read_text(errors="ignore")).input_ids[:length] for f in sources()]
+    return [p for p in prompts if len(p) == length][: options.texts]
+
+
+def compared(options: Namespace, exact: list, texts: list) -> dict:
+    """Compare log probabilities of the likeliest tokens: of each text a list of (token that came, {token: value})."""
+    same, divergences, lost = [], [], []
     for text, stored in zip(exact, texts, strict=True):
-        total = 0.0
+        pairs = [(p, q) for (_, p), (_, q) in zip(text, stored, strict=True)]
+        same.append(sum(likeliest(p) == likeliest(q) for p, q in pairs))
+        divergences.append(sum(divergence(p, q) for p, q in pairs) / len(pairs))
         for (target, p), (_, q) in zip(text, stored, strict=True):
-            same += likeliest(p) == likeliest(q)
-            total += divergence(p, q)
             if target in p and target in q:
                 lost.append(p[target] - q[target])
-        divergences.append(total / len(text))
     count = sum(map(len, texts))
-    write(options, {
-        "cache": options.cache, "model": Path(options.model).name, "texts": len(texts), "tokens": count,
-        "same_next": round(100 * same / count, 2), "kl": round(float(np.mean(divergences)), 5),
-        "nll_lost": round(float(np.mean(lost)), 4), "worst_kl": round(max(divergences), 4),
-    })  # fmt: skip
+    return {
+        "cache": options.cache, "model": options.model.name, "dtype": options.dtype, "texts": len(texts),
+        "tokens": count, "same_next": round(100 * sum(same) / count, 2),
+        "kl": round(float(np.mean(divergences)), 5), "nll_lost": round(float(np.mean(lost)), 4),
+        "same_of": same, "kl_of": [round(x, 6) for x in divergences],
+    }  # fmt: skip
+
+
+def sources() -> list[Path]:
+    """Return files of Python's library, each of 4K tokens at least."""
+    folder = Path(os.__file__).parent
+    return [f for f in sorted(folder.glob("*.py")) if f.stat().st_size > 40000]
 
 
 def likeliest(logprobs: dict[int, float]) -> int:
@@ -249,53 +299,80 @@ def divergence(p: dict[int, float], q: dict[int, float]) -> float:
 
 
 def load(options: Namespace) -> None:
+    from transformers import AutoTokenizer
     from vllm import SamplingParams
 
-    some = random.Random(0)
-    shared = [some.randrange(10, 40000) for _ in range(6000)]
-    prompts = [
-        shared[: some.randrange(3000, 6000)] + [some.randrange(10, 40000) for _ in range(2000)]
-        for _ in range(REQUESTS)
-    ]
-    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, detokenize=False)
+    tokenizer, some = AutoTokenizer.from_pretrained(options.model), random.Random(0)
+    texts = [tokenizer(f.read_text(errors="ignore")).input_ids for f in sources()]
+    shared, others = max(texts, key=len), sorted(texts, key=len)[:-1]
+    prompts = []
+    for _ in range(options.requests):
+        own, both = (
+            some.choice(others),
+            some.randrange(options.length // 4, 3 * options.length // 4),
+        )
+        start = some.randrange(max(1, len(own) - options.length // 4))
+        prompts.append(shared[:both] + own[start : start + options.length // 4])
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
+    more: dict = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    if options.drafts:
+        more["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": options.drafts,
+            "prompt_lookup_min": 2, "prompt_lookup_max": 4,
+        }  # fmt: skip
     llm = engine(
-        options, str(options.model), max_model_len=8192, dtype="bfloat16", max_num_seqs=64,
-        enable_prefix_caching=True, num_gpu_blocks_override=options.blocks, max_num_batched_tokens=8192,
-        tensor_parallel_size=options.gpus, disable_log_stats=False, gpu_memory_utilization=0.5,
-        compilation_config={
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS
-        },
+        options, str(options.model), max_model_len=options.length + NEW, dtype=options.dtype,
+        max_num_seqs=64, enable_prefix_caching=True, num_gpu_blocks_override=options.blocks,
+        max_num_batched_tokens=CHUNK, tensor_parallel_size=options.gpus, disable_log_stats=False,
+        gpu_memory_utilization=0.4, max_logprobs=LIKELIEST, **more,
     )  # fmt: skip
-    start, found = time.time(), {}
+    start, found, cancelled = time.time(), {}, range(options.requests * 2 // 10, options.requests)
+    cancelled = [str(i) for i in cancelled[: options.requests * 32 // 200]]
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     for step in range(1 << 20):
-        if step == 60:
-            llm.llm_engine.abort_request([str(i) for i in range(40, 40 + CANCELLED)])
+        if step == options.requests // 3:
+            llm.llm_engine.abort_request(cancelled)
         if not llm.llm_engine.has_unfinished_requests():
             break
         for out in llm.llm_engine.step():
             if out.finished and out.outputs[0].finish_reason != "abort":
-                found[int(out.request_id.split("-")[0])] = tuple(out.outputs[0].token_ids)
-    took, alone = time.time() - start, {}
+                found[int(out.request_id.split("-")[0])] = list(out.outputs[0].token_ids)
+    took, alone, pairs = time.time() - start, {}, []
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    again = SamplingParams(
+        max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
+    )
     for i in range(options.alone):
         llm.reset_prefix_cache()
         given = {"prompt_token_ids": prompts[i]}
-        alone[i] = tuple(llm.generate(given, params, use_tqdm=False)[0].outputs[0].token_ids)
-    pairs = [(found[i], alone[i]) for i in alone if i in found]
-    first = [
-        next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), 64) for a, b in pairs
-    ]
+        out = llm.generate(given, again, use_tqdm=False)[0].outputs[0]
+        alone[i] = list(out.token_ids)
+        if i in found:
+            pairs.append(first_other(found[i], out))
     write(options, {
-        "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus, "s": round(took, 1),
-        "finished": len(found), "preemptions": metrics.get("vllm:num_preemptions"),
-        "hits": metrics.get("vllm:prefix_cache_hits"), "usage_after": metrics.get("vllm:kv_cache_usage_perc"),
-        "compared": len(pairs), "same_texts": sum(n == 64 for n in first),
-        "same_tokens": round(100 * sum(first) / (64 * max(len(first), 1)), 2),
-        "digest": sha256(repr(sorted(alone.items())).encode()).hexdigest()[:8],
+        "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus,
+        "drafts": options.drafts, "requests": len(prompts), "cancelled": len(cancelled),
+        "finished": len(found), "s": round(took, 1), "tokens_s": round(NEW * len(found) / took, 1),
+        "preemptions": metrics.get("vllm:num_preemptions"), "hits": metrics.get("vllm:prefix_cache_hits"),
+        "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
+        "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        "used_after": metrics.get("vllm:kv_cache_usage_perc"),
+        "compared": len(pairs), "same_texts": sum(n == NEW for n, _ in pairs),
+        "same_tokens": round(100 * sum(n for n, _ in pairs) / (NEW * max(len(pairs), 1)), 2),
+        "widest_gap": round(max((gap for _, gap in pairs), default=0.0), 3),
     })  # fmt: skip
     Path(f"{options.output}.{options.cache}.{options.gpus}.json").write_text(json.dumps(alone))
+
+
+def first_other(tokens: list[int], alone) -> tuple[int, float]:
+    """Return where a text leaves the one that the engine writes alone, and by how much, in nats, the token it takes
+    there was less likely: little at a tie."""
+    for n, (token, other) in enumerate(zip(tokens, alone.token_ids, strict=True)):
+        if token != other:
+            found = {int(t): x.logprob for t, x in alone.logprobs[n].items()}
+            return n, found[other] - found.get(token, -math.inf)
+    return NEW, 0.0
 
 
 def write(options: Namespace, row: dict) -> None:
@@ -307,7 +384,7 @@ def write(options: Namespace, row: dict) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("speed", "quality", "load", "table"))
+    parser.add_argument("what", choices=("speed", "quality", "alone", "load", "table"))
     parser.add_argument("cache", nargs="?")
     parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
     parser.add_argument("--model", type=Path)
@@ -315,14 +392,21 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=12, help="of Python's library, for quality")
     parser.add_argument("--next", type=int, default=128, help="tokens of each that are compared")
     parser.add_argument("--dtype", default="bfloat16", help="of the model, for quality")
-    parser.add_argument("--gpus", type=int, default=1, help="that share a model, for load")
+    parser.add_argument(
+        "--requests", type=int, default=200, help="of load; 32 of 200 are cancelled"
+    )
+    parser.add_argument("--length", type=int, default=8000, help="tokens of the longest, for load")
+    parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts of a step, for load")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="that share a model, for speed and load"
+    )
     parser.add_argument("--blocks", type=int, help="of the cache, for load")
     parser.add_argument("--alone", type=int, default=40, help="requests that load repeats alone")
     parser.add_argument("-o", "--output", default="engine.jsonl")
     options = parser.parse_args()
     if options.what == "table":
         return print(table(Path(options.output)))
-    {"speed": speed, "quality": quality, "load": load}[options.what](options)
+    {"speed": speed, "quality": quality, "alone": alone, "load": load}[options.what](options)
 
 
 if __name__ == "__main__":
