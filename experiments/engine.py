@@ -232,7 +232,8 @@ def alone(options: Namespace) -> None:
     from mlxkv.formats.names import parse_kv
 
     dtype, device = getattr(torch, options.dtype), "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, device_map=device)
+    model.eval()
     ids = torch.tensor(prompts_of(options), device=device)
 
     @torch.no_grad()
