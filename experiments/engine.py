@@ -8,12 +8,13 @@
 
 CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
 fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
-3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 97 tokens less that
-of 1) / 96 after a prefix hit. Quality: 12 files of Python's library, 4,096 tokens of context, the next 128, one a
-request behind a prefix hit, against vLLM's own cache in the model's type; KL over the 20 likeliest tokens, and the rest
-as one. Alone: the same in transformers. Load: 200 requests of a shared and an own text through a cache that holds few
-of them, 32 of them cancelled, against the same requests one by one: how many tokens are the same up to the first other
-one, and by how many nats that one was less likely.
+3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 225 tokens less that
+of 33) / 192 after a prefix hit: requests start one after another, and all run by their 33rd token. Quality: 12 files of
+Python's library, 4,096 tokens of context, the next 128, one a request behind a prefix hit, against vLLM's own cache in
+the model's type; KL over the 20 likeliest tokens, and the rest as one. Alone: the same in transformers. Load: 200
+requests of a shared and an own text through a cache that holds few of them, 32 of them cancelled, against the same
+requests one by one: how many tokens are the same up to the first other one, and by how many nats that one was less
+likely.
 """
 
 # vLLM is an optional dependency.
@@ -123,14 +124,16 @@ def speed(options: Namespace) -> None:
     for count in (1, 8):
         seconds(warm, count)
     for batch, context in (map(int, case.split("x")) for case in options.cases.split(",")):
-        some = random.Random(batch * context)
+        numbers = random.Random(batch * context)
         prompts = [
-            {"prompt_token_ids": [some.randrange(10, 120000) for _ in range(context)]}
+            {"prompt_token_ids": [numbers.randrange(10, 120000) for _ in range(context)]}
             for _ in range(batch)
         ]
         first = seconds(prompts, 1)
-        again, full = (min(seconds(prompts, count) for _ in range(2)) for count in (1, 97))
-        step = (full - again) / 96
+        again, some, full = (
+            min(seconds(prompts, count) for _ in range(2)) for count in (1, 33, 225)
+        )
+        step = (full - some) / 192
         write(options, {
             "cache": options.cache, "gpus": options.gpus, "batch": batch, "context": context,
             "prefill_s": round(first, 2), "hit_s": round(again, 2), "step_ms": round(step * 1e3, 3),

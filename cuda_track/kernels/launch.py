@@ -114,8 +114,12 @@ def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
         return Launch(warps, max(1, (8 if dims <= 128 else 4) // warps), 5 if dims <= 128 else 3)
     if padded == LEAST_ROWS and bits in (2, 4):
         return MEASURED[dims]
-    warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
-    return Launch(warps, 10 // warps)
+    # Of 256 dims four warps multiply values by one instruction of theirs, and came out wrong on an H200: by eight they
+    # are right.
+    warps = 1 if dims <= 128 else 2
+    if padded > LEAST_ROWS:
+        warps = 4 if dims <= 128 else 8
+    return Launch(warps, max(1, 10 // warps))
 
 
 @cache
@@ -140,18 +144,18 @@ def splits(
 ) -> tuple[int, int]:
     """Return (programs that share the pages of a row, programs that share its windows).
 
-    page: tokens of a page. heads: kv heads of all rows. All programs run at the same time, or each sums at
-    most LONGEST tokens.
+    page: tokens of a page. heads: kv heads of all rows. All programs run at the same time, or, where each would sum
+    more than LONGEST tokens, in as few waves as have less, all of which are full: a wave takes as long with few.
     """
-    least, windows = least_splits(heads, device, programs)
-    return max(1, min(pages, max(least, -(-pages * page // LONGEST)))), windows
+    slots, windows = slots_of(heads, device, programs)
+    waves = -(-(-(-pages * page // LONGEST) + windows) * heads // slots)
+    return max(1, min(pages, waves * slots // heads - windows)), windows
 
 
-def least_splits(heads: int, device: torch.device, programs: int) -> tuple[int, int]:
-    """Return `splits` of rows so short that a program sums at most LONGEST tokens, however many pages they have."""
+def slots_of(heads: int, device: torch.device, programs: int) -> tuple[int, int]:
+    """Return (programs that run at the same time, programs that share the windows of a row)."""
     slots = max(1, _processors(device) * programs)
-    windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
-    return max(1, slots // heads - windows), windows
+    return slots, WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
 
 
 def attend(
@@ -305,7 +309,7 @@ def merge(
         **{**at.sizes, "SPLITS": slots, "TURNED": up is not None},
         **{"SINKS": sink_logits is not None, "USED": used is not None},
     }
-    if at.many:
+    if at.many and up is not None:
         each, chunk = at.each(at.rows, up is not None), min(MERGED // LEAST_ROWS // at.dims, slots)
         grid = -(-at.rows // LEAST_ROWS), at.kv_heads, -(-at.batch // each)
         options |= {"CHUNK": chunk, "M": LEAST_ROWS, "num_warps": 8}

@@ -129,17 +129,17 @@ def quantize_filled_mixed_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*PAGE_COUNTS, "splits", "least", "rows", "new"])
+@triton.jit(do_not_specialize=[*PAGE_COUNTS, "splits", "slots", "rows", "new"])
 def attend_blocks_kernel(
     q, sums, factors, plain,  # [B, G, N, R] float16, [B, G, 2, KG, N], [B, G, N], [B, H, L, D]
     k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     exact, lengths, starts, table, near_table,
     part_out, part_top, part_sum, part_used,  # [B, G, S, N, R], [B, G, S, N] twice, [B, G]
-    block, head_stride, token, row_blocks, row_pages, splits, least, rows, new, plain_scale,
+    block, head_stride, token, row_blocks, row_pages, splits, slots, rows, new, plain_scale,
     C: tl.constexpr, X: tl.constexpr, MIXED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + programs of exact tokens, G, B). C: constants of `decode` or `mixed_bits`. X: `Exact`. least:
-    splits of a row, unless it is so long that a program would sum more than LONGEST tokens."""
+    """Grid (splits + programs of exact tokens, G, B). C: constants of `decode` or `mixed_bits`. X: `Exact`. slots:
+    programs that run at the same time, by which rows are split as by `launch.splits`."""
     R: tl.constexpr = C.R
     N: tl.constexpr = C.N
     FIRST: tl.constexpr = X.SINK // C.PAGE  # page that is read as codes
@@ -150,12 +150,14 @@ def attend_blocks_kernel(
     length = tl.load(lengths + b)
     before = length - (tl.load(starts + b + 1) - tl.load(starts + b))
     pages = tl.maximum((before + 1 - X.RECENT) // C.PAGE - FIRST, 0)  # that are read as codes
-    needed = (pages * C.PAGE + X.LONGEST - 1) // X.LONGEST
-    used = tl.minimum(tl.minimum(pages, splits), tl.maximum(least, needed))
+    around, heads = tl.num_programs(0) - splits, tl.num_programs(1) * tl.num_programs(2)
+    needed = (pages * C.PAGE + X.LONGEST - 1) // X.LONGEST + around
+    waves = (needed * heads + slots - 1) // slots
+    used = tl.minimum(tl.minimum(pages, splits), tl.maximum(waves * slots // heads - around, 1))
     if split >= splits:
         tl.store(part_used + head, used)
         _exact_tokens(
-            split - splits, tl.num_programs(0) - splits, plain + head * rows * R,
+            split - splits, around, plain + head * rows * R,
             exact + g * head_stride, near_table + b * row_blocks, block, token,
             tl.minimum(length, X.SINK), (FIRST + pages) * C.PAGE, length, before,
             part_out + at * R, part_top + at, part_sum + at, rows, new, plain_scale, C, X,
@@ -312,7 +314,7 @@ def attend(
     at = Shape(batch, held.heads, heads // held.heads * new, new, dims, device)
     tuned = launch.launch_for(held.layouts, dims, at.padded)
     grid = batch * held.heads, device, tuned.programs
-    least, _ = launch.least_splits(*grid)
+    slots, _ = launch.slots_of(*grid)
     splits, around = launch.splits(codes.table.shape[1], PAGE, *grid)
     up_keys, up_values = launch.matrices_of(held.codecs, held.layouts, dims, device)
     stored, sums, factors = launch.turn_queries(queries, at, held.layouts[0], up_keys, scale)
@@ -333,7 +335,7 @@ def attend(
         *(x for side in held.sides for x in launch.tensors(side)),
         *(held.exact, codes.lengths, codes.starts, codes.table, near.table, *partials, used),
         *(block, head, token, near.table.stride(0), codes.table.stride(0)),
-        *(splits, least, at.rows, new, scale * launch.LOG2E),
+        *(splits, slots, at.rows, new, scale * launch.LOG2E),
         **{"C": constants, "X": exact, "MIXED": isinstance(held.layouts[0], BlockLayout)},
         **tuned.options(device),
     )

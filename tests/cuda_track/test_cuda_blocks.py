@@ -278,10 +278,31 @@ def test_padding_of_a_graph_writes_nothing():
 def test_long_rows_are_split_beside_short_ones(kind, monkeypatch):
     """Splits are as many as the widest table needs; a row uses those that its own length needs."""
     monkeypatch.setattr(launch, "LONGEST", PAGE)
-    monkeypatch.setattr(launch, "least_splits", lambda *sizes: (1, 3))
+    monkeypatch.setattr(launch, "slots_of", lambda *sizes: (12, 3))
     engine = Engine(kind, 64, 1, 3, pages=8)
     engine.fill([450, 130, 330])
     engine.check_decode(2, engine.step([451, 131, 331]))
+
+
+@pytest.mark.parametrize("heads", [1, 8, 24, 128, 512, 2048])
+@pytest.mark.parametrize("pages", [1, 3, 64, 128, 700, 2048])
+def test_waves_of_programs_are_full(heads, pages, monkeypatch):
+    """No program sums more than LONGEST tokens, and there are as few waves as allow that."""
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
+    slots, windows = launch.slots_of(heads, torch.device("cpu"), 8)
+    parts, around = launch.splits(pages, PAGE, heads, torch.device("cpu"), 8)
+    waves = -(-(parts + around) * heads // slots)
+    assert around == windows and -(-pages // parts) * PAGE <= launch.LONGEST + PAGE
+    if parts < pages:
+        assert (parts + 1 + around) * heads > waves * slots  # full
+        fewer = (waves - 1) * slots // heads - around
+        assert fewer < 1 or -(-pages * PAGE // fewer) > launch.LONGEST
+
+
+def test_rows_of_256_dims_avoid_four_warps():
+    """By which values came out wrong on an H200, for more than eight rows of queries."""
+    for bits in (2, 3, 4, 8):
+        assert {launch.launch(256, bits, rows).warps for rows in (16, 32, 64, 128)} == {8}
 
 
 def test_many_rows_of_queries_share_programs():
