@@ -8,13 +8,12 @@
 
 CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
 fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
-3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; a step is (the time of 225 tokens less that
-of 33) / 192 after a prefix hit: requests start one after another, and all run by their 33rd token. Quality: 12 files of
-Python's library, 4,096 tokens of context, the next 128, one a request behind a prefix hit, against vLLM's own cache in
-the model's type; KL over the 20 likeliest tokens, and the rest as one. Alone: the same in transformers. Load: 200
-requests of a shared and an own text through a cache that holds few of them, 32 of them cancelled, against the same
-requests one by one: how many tokens are the same up to the first other one, and by how many nats that one was less
-likely.
+3.1 8B's shape with random weights, CUDA graphs for decodes, prefix caching; tokens a second are those while all
+requests of a batch run, after a prefix hit, the better of two times. Quality: 12 files of Python's library, 4,096
+tokens of context, the next 128, one a request behind a prefix hit, against vLLM's own cache in the model's type; KL
+over the 20 likeliest tokens, and the rest as one. Alone: the same in transformers. Load: 200 requests of a shared and
+an own text through a cache that holds few of them, 32 of them cancelled, against the same requests one by one: how many
+tokens are the same up to the first other one, and by how many nats that one was less likely.
 """
 
 # vLLM is an optional dependency.
@@ -47,7 +46,7 @@ SHAPE = {
     **{"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
 GRAPHS = [1, 2, 4, 8, 16, 32, 64]
-CONTEXT, CHUNK, LIKELIEST, NEW = 4096, 2048, 20, 64
+CONTEXT, CHUNK, LIKELIEST, NEW, STEPS = 4096, 2048, 20, 64, 200
 
 
 def shape_folder(to: Path) -> Path:
@@ -112,33 +111,45 @@ def speed(options: Namespace) -> None:
     row = {"cache": options.cache, "gpus": options.gpus, "start_s": round(time.time() - start, 1)}
     write(options, row | {"tokens": room(options, cache, 16384), "max_model_len": 17000})
 
-    def seconds(prompts: list, count: int) -> float:
+    def read(prompts: list, count: int) -> tuple[float, list[tuple[float, list[int]]]]:
+        """Return the seconds that it takes, and after each step (seconds, tokens of each request)."""
         params = SamplingParams(
             max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0, detokenize=False
         )
-        start = time.time()
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.time() - start
+        start, tokens, steps = time.time(), [0] * len(prompts), []
+        for i, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(str(i), prompt, params)
+        while llm.llm_engine.has_unfinished_requests():
+            for out in llm.llm_engine.step():
+                tokens[int(out.request_id.split("-")[0])] = len(out.outputs[0].token_ids)
+            steps.append((time.time() - start, list(tokens)))
+        return steps[-1][0], steps
 
     warm = [{"prompt_token_ids": [5 + i % 97 for i in range(n, n + 9000)]} for n in range(2)]
     for count in (1, 8):
-        seconds(warm, count)
+        read(warm, count)
     for batch, context in (map(int, case.split("x")) for case in options.cases.split(",")):
-        numbers = random.Random(batch * context)
+        some = random.Random(batch * context)
         prompts = [
-            {"prompt_token_ids": [numbers.randrange(10, 120000) for _ in range(context)]}
+            {"prompt_token_ids": [some.randrange(10, 120000) for _ in range(context)]}
             for _ in range(batch)
         ]
-        first = seconds(prompts, 1)
-        again, some, full = (
-            min(seconds(prompts, count) for _ in range(2)) for count in (1, 33, 225)
-        )
-        step = (full - some) / 192
+        first, hit = read(prompts, 1)[0], min(read(prompts, 1)[0] for _ in range(2))
+        rates = [rate(read(prompts, STEPS)[1]) for _ in range(2)]
         write(options, {
             "cache": options.cache, "gpus": options.gpus, "batch": batch, "context": context,
-            "prefill_s": round(first, 2), "hit_s": round(again, 2), "step_ms": round(step * 1e3, 3),
-            "tokens_s": round(batch / step, 1),
+            "prefill_s": round(first, 2), "hit_s": round(hit, 2),
+            "step_ms": round(1e3 * batch / max(rates), 3), "tokens_s": round(max(rates), 1),
+            "other_tokens_s": round(min(rates), 1),
         })  # fmt: skip
+
+
+def rate(steps: list[tuple[float, list[int]]]) -> float:
+    """Return the tokens a second while all requests run: from their 9th token on, until the first one is done."""
+    most = max(max(tokens) for _, tokens in steps)
+    all_run = [(t, sum(n)) for t, n in steps if min(n) > 8 and max(n) < most]
+    (start, before), (end, after) = all_run[0], all_run[-1]
+    return (after - before) / (end - start)
 
 
 def room(options: Namespace, cache, length: int) -> int:
@@ -156,8 +167,10 @@ def room(options: Namespace, cache, length: int) -> int:
 
 
 def table(path: Path) -> str:
-    """Return the table of the rows that `speed` wrote: caches as columns, ratios over bf16, or fp8 and bf16."""
+    """Return the table of rows that `speed` wrote, caches as columns, or that `quality` and `alone` wrote."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if any("same_of" in row for row in rows):
+        return quality_table(rows)
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     room = {row["cache"]: row["tokens"] for row in rows if "tokens" in row}
     found = {(r["cache"], r["batch"], r["context"]): r for r in rows if "batch" in r}
@@ -174,24 +187,43 @@ def table(path: Path) -> str:
         line("tokens that fit in sequences of 16,384, exact ones included (over bf16)", fits)
     )
     for batch, context in dict.fromkeys((b, n) for _, b, n in found):
-        get = lambda c, name, at=(batch, context): found[(c, *at)][name]  # noqa: E731
-        tokens = [
-            lambda c, get=get: (
-                f"{get(c, 'tokens_s'):.0f}{of(get(c, 'tokens_s'), get('auto', 'tokens_s'))}"
-            ),
-            lambda c, get=get: f"{get(c, 'tokens_s') / get('fp8', 'tokens_s'):.2f}",
-            lambda c, get=get: f"{get(c, 'step_ms'):.2f}",
-            lambda c, get=get: (
-                f"{get(c, 'prefill_s'):.2f}{of(get(c, 'prefill_s'), get('auto', 'prefill_s'))}"
-            ),
-            lambda c, get=get: f"{get(c, 'hit_s'):.2f}",
-        ]
+
+        def cell(name: str, form: str, over: str = "", only: bool = False, at=(batch, context)):
+            def shown(cache: str) -> str:
+                value = found.get((cache, *at), {}).get(name)
+                if value is None:
+                    return "not measured"
+                exact = found[(over, *at)][name] if over else value
+                return f"{value / exact:.2f}" if only else f"{value:{form}}{of(value, exact)}"
+
+            return shown
+
         name = f"{batch} x {context:,}"
-        heads = (
-            f"{name}: tokens a second (over bf16)", f"{name}: over fp8", f"{name}: ms a step",
-            f"{name}: prefill, s (over bf16)", f"{name}: first tokens after a prefix hit, s",
-        )  # fmt: skip
-        out += [line(*both) for both in zip(heads, tokens, strict=True)]
+        out += [
+            line(f"{name}: tokens a second (over bf16)", cell("tokens_s", ".0f", "auto")),
+            line(f"{name}: over fp8", cell("tokens_s", "", "fp8", only=True)),
+            line(f"{name}: ms a step", cell("step_ms", ".2f")),
+            line(f"{name}: prefill, s (over bf16)", cell("prefill_s", ".2f", "auto")),
+            line(f"{name}: first tokens after a prefix hit, s", cell("hit_s", ".2f")),
+        ]
+    return "\n".join(out)
+
+
+def quality_table(rows: list[dict]) -> str:
+    """Return the table of rows of next tokens; intervals of 95 %, over texts."""
+    from mlxkv.eval import intervals
+
+    out = ["| cache | model | same next token, % | KL | likelihood lost, nats |", "|---" * 5 + "|"]
+    for row in rows:
+        of_each = row["tokens"] / row["texts"]
+        same = intervals.share([100 * n / of_each for n in row["same_of"]])
+        kl = intervals.mean(row["kl_of"])
+        name = row["cache"] + (", cuda_track alone" if row["engine"] == "alone" else "")
+        shares = f"{same.value:.1f} [{same.low:.1f}, {same.high:.1f}]"
+        out.append(
+            f"| {name} | {row['model']} | {shares} | {kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}] | "
+            f"{row['nll_lost']:.4f} |"
+        )
     return "\n".join(out)
 
 
@@ -267,11 +299,12 @@ def prompts_of(options: Namespace) -> list[list[int]]:
 
 def compared(options: Namespace, exact: list, texts: list) -> dict:
     """Compare log probabilities of the likeliest tokens: of each text a list of (token that came, {token: value})."""
-    same, divergences, lost = [], [], []
+    same, divergences, lost, gap = [], [], [], 0.0
     for text, stored in zip(exact, texts, strict=True):
         pairs = [(p, q) for (_, p), (_, q) in zip(text, stored, strict=True)]
         same.append(sum(likeliest(p) == likeliest(q) for p, q in pairs))
         divergences.append(sum(divergence(p, q) for p, q in pairs) / len(pairs))
+        gap = max(gap, *(max(p.values()) - p.get(likeliest(q), -math.inf) for p, q in pairs))
         for (target, p), (_, q) in zip(text, stored, strict=True):
             if target in p and target in q:
                 lost.append(p[target] - q[target])
@@ -280,7 +313,7 @@ def compared(options: Namespace, exact: list, texts: list) -> dict:
         "cache": options.cache, "model": options.model.name, "dtype": options.dtype, "texts": len(texts),
         "tokens": count, "same_next": round(100 * sum(same) / count, 2),
         "kl": round(float(np.mean(divergences)), 5), "nll_lost": round(float(np.mean(lost)), 4),
-        "same_of": same, "kl_of": [round(x, 6) for x in divergences],
+        "widest_gap": round(gap, 3), "same_of": same, "kl_of": [round(x, 6) for x in divergences],
     }  # fmt: skip
 
 
