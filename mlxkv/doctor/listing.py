@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os.path import commonprefix
+from pathlib import Path
 
 from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.formats.config import CacheConfig
@@ -185,11 +186,13 @@ def _preset(name: str, kv: CacheConfig) -> dict:
 
 
 def models(as_json: bool) -> None:
-    """Print aliases, with their files on this machine, and the other models in the hub's cache folder."""
+    """Print aliases, with their files on this machine, the other models in the hub's cache folder, and those of LM
+    Studio and ollama."""
     from mlxkv.catalog.aliases import DEFAULT, HUB, PACKAGES, kept
     from mlxkv.catalog.hub import hub_cache
+    from mlxkv.catalog.installed import installed
 
-    cached = hub_cache()
+    cached, others = hub_cache(), installed()
     files = {name: kept(name) for name in PACKAGES}
     families = {name: size for name, size in cached.items() if name not in HUB.values()}
     if as_json:
@@ -210,6 +213,13 @@ def models(as_json: bool) -> None:
                     for name, target in HUB.items()
                 ],
                 "cached": [{"model": name, "bytes": size} for name, size in families.items()],
+                "others": [
+                    {
+                        **{"model": one.name, "program": one.program, "bytes": one.size},
+                        **{"file": str(one.file), "why_not": why_not_run(one.file)},
+                    }
+                    for one in others
+                ],
             }
         )
         return
@@ -229,8 +239,26 @@ def models(as_json: bool) -> None:
         if name not in PACKAGES or target in cached
     ]
     rows += [["-", name, human_bytes(size)] for name, size in families.items()]
+    for one in others:
+        reason = why_not_run(one.file)
+        what = f"of {one.program}" + (f"; does not run: {reason}" if reason else "")
+        rows.append([one.name, what, human_bytes(one.size)])
     print_table(["--model", "what it is", "on disk"], rows)
     print(f"without --model: {DEFAULT}; on disk: its size in mlxkv's or the hub's cache folder")
     print(
         "--model also takes any hub name (owner/name), any folder in the hub's format, any GGUF file"
     )
+
+
+def why_not_run(model: Path) -> str | None:
+    """Return why a model of another program cannot run here, or None. Only a GGUF file's architecture is looked at:
+    folders are in the hub's format, which mlx-lm reads."""
+    from mlxkv.catalog.gguf.config import MODELS
+    from mlxkv.catalog.installed import architecture
+
+    if model.is_dir():
+        return None
+    kind = architecture(model)
+    if kind is None:
+        return "its architecture cannot be read"
+    return None if kind in MODELS else f"GGUF files of {kind} are not read"

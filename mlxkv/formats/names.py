@@ -22,9 +22,10 @@ from mlxkv.formats.quantizers import RATES
 
 FILL = "fill"
 PICKS = ("fp16", "int8", "int4", "fill-4", "fill-3", "fill-2.25")  # what to choose from at first
-# What other tools call full precision, and widths: q4_0 (llama.cpp), INT4, 4bit.
+# What other tools call full precision, and widths: q4_0 (llama.cpp), INT4, 4bit. Of 2 and 3 bits only "int3" means the
+# preset of that name; q3 and 3bit are the number.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
-WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
+WIDTH = re.compile(r"(?:(?P<kind>int|q|kv)[-_ ]?)?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 DIAL = re.compile(r"\d*\.?\d+")
 # Of names that older versions took: other windows, groups, ranks and shares.
 OLDER = ("+", "static-", "oja-")
@@ -43,6 +44,8 @@ def _own_name(name: str) -> str:
     if DIAL.fullmatch(name):
         return dialled(float(name))
     match = WIDTH.fullmatch(name)
+    if match and match["kind"] != "int" and match["bits"] in "23":
+        return dialled(float(match["bits"]))
     return f"int{match['bits']}" if match else name
 
 
@@ -83,14 +86,16 @@ def complete_kv(incomplete: str) -> list[str]:
     ]
 
 
-def parse_kv(text: str | CacheConfig) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names. A configuration is returned unchanged, but loses a
-    name that stands for others. Raises UserError for names that it does not know."""
+def parse_kv(text: str | float | CacheConfig) -> CacheConfig:
+    """Return the configuration that `--kv TEXT`, or a number of bits, names. A configuration is returned unchanged, but
+    loses a name that stands for others. Raises UserError for names that it does not know."""
     if isinstance(text, CacheConfig):
         return text if _has_own_name(text) else replace(text, name="")
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        text = f"{text:g}"
     if not isinstance(text, str):
         raise UserError(
-            f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
+            f"[kv] a preset's name, a number of bits or a CacheConfig; got {text!r}; choose from {', '.join(PICKS)}"
         )
     canonical_name = canonical(text)
     names = canonical_name.split("/")

@@ -100,7 +100,7 @@ class Loaded:
 
 def load(
     name: str = DEFAULT,
-    kv: str | CacheConfig = KV,
+    kv: str | float | CacheConfig = KV,
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
@@ -167,7 +167,10 @@ def load(
         context=context,
         notes=notes,
         sampling=read_sampling(
-            folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
+            folder.path,
+            source.name,
+            text_config(folder.config).get("vocab_size") or 0,
+            folder.headers[0].metadata if folder.is_gguf else None,
         ),
     )
 

@@ -1,8 +1,8 @@
-"""Sampling settings recommended by a model's makers, from generation_config.json or the model card."""
+"""Sampling settings recommended by a model's makers: of generation_config.json, of a GGUF file, or of a model card."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -15,6 +15,23 @@ from mlxkv.catalog.aliases import PACKAGES
 from mlxkv.catalog.folder import SMALL
 
 FILE = "generation_config.json"
+GGUF = {  # ours by GGUF's names (docs/gguf.md of ggml), behind "general.sampling."
+    **{name: name for name in ("top_p", "top_k", "min_p")},
+    **{"temp": "temperature", "penalty_repeat": "repetition_penalty"},
+}
+# What makers recommend for families whose GGUF files rarely say it, by architecture: the model cards of Qwen3-8B
+# ("Best Practices", thinking), Qwen2.5-7B-Instruct and gemma-3-4b-it (generation_config.json).
+FAMILIES: dict[str, dict[str, float]] = {
+    "qwen3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "qwen2": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+    "gemma3": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
+}
+# Of one architecture are many families; their templates tell: DeepSeek-R1's distilled models, which go round in circles
+# when they think greedily, and Llama 3 (generation_config.json of both).
+TEMPLATES = {
+    "<think>": {"temperature": 0.6, "top_p": 0.95},
+    "<|start_header_id|>": {"temperature": 0.6, "top_p": 0.9},
+}
 # The lowest and the highest value that mlx-lm's samplers accept.
 LIMITS = {
     "temperature": (0.0, 100.0),
@@ -42,9 +59,13 @@ class Sampling:
         return sampler, make_logits_processors(repetition_penalty=self.repetition_penalty or None)
 
 
-def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
+def read_sampling(
+    path: Path, name: str, vocabulary: int, header: Mapping[str, Any] | None = None
+) -> Sampling:
     """Return the settings for the model `name` in the folder `path`; the defaults if its makers recommend none.
-    Values that no sampler accepts are ignored."""
+    Values that no sampler accepts are ignored. header: the values of a GGUF file."""
+    if header is not None and name not in PACKAGES:
+        return _sampling(of_gguf(header), vocabulary)
     try:
         settings = untrusted.read_json(path / FILE, SMALL)
     except (OSError, ValueError):  # a GGUF file has no such config; Unsound is a ValueError
@@ -54,6 +75,23 @@ def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
         return Sampling()
     if not settings.get("do_sample") and "temperature" not in settings:
         settings = PACKAGES[name].sampling if name in PACKAGES else {}
+    return _sampling(settings, vocabulary)
+
+
+def of_gguf(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a GGUF file names, else those of its family."""
+    named = {ours: header.get(f"general.sampling.{name}") for name, ours in GGUF.items()}
+    if named["temperature"] is not None:
+        # Stored in 32 bits: the intended number is the shortest that rounds to it.
+        return {key: float(f"{x:.7g}") if isinstance(x, float) else x for key, x in named.items()}
+    family = FAMILIES.get(str(header.get("general.architecture")))
+    template = str(header.get("tokenizer.chat_template", ""))
+    if family is None and template:
+        family = next((one for mark, one in TEMPLATES.items() if mark in template), None)
+    return family if family is not None and template else {}
+
+
+def _sampling(settings: Mapping[str, Any], vocabulary: int) -> Sampling:
     values: dict[str, Any] = {
         key: settings[key] for key in LIMITS if _takes(key, settings.get(key))
     }

@@ -18,6 +18,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv import console
+from mlxkv.catalog.aliases import is_model
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.options import Kv
@@ -128,6 +129,8 @@ def find(words: list[str]) -> Program:
     names = sorted(entry_points(group="console_scripts").names)
     close = get_close_matches(first, names, n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
+    if is_model(first):
+        hint = f"did you mean mlxkv chat -m {first}? "
     raise UserError(
         f"[run] no such program; got {first!r}; {hint}choose a command, python SCRIPT, SCRIPT.py, -m MODULE "
         "or a module's name"

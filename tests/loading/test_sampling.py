@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxkv.catalog.aliases import PACKAGES
@@ -59,6 +60,24 @@ def test_a_package_says_it_where_the_file_does_not(tmp_path):
     )
     assert of(tmp_path, {"do_sample": False}, "smollm2") == Sampling()
     assert of(tmp_path, {"temperature": 0.7}, "smollm2") == Sampling(temperature=0.7)
+
+
+def test_a_gguf_file_says_it_or_its_family_does(tmp_path):
+    def read(**values) -> Sampling:
+        header = {key.replace("__", "."): x for key, x in values.items()}
+        return read_sampling(tmp_path, "some.gguf", VOCABULARY, header)
+
+    family = {"general__architecture": "qwen3", "tokenizer__chat_template": "{{ messages }}"}
+    assert read(**family) == Sampling(0.6, 0.95, 20)
+    said = {"general__sampling__temp": float(np.float32(0.3)), "general__sampling__top_k": 7}
+    assert read(**family, **said) == Sampling(temperature=0.3, top_k=7)
+    assert read(**family, general__sampling__temp=0.0) == Sampling()  # greedy on purpose
+    assert read(**family, general__sampling__temp="hot") == Sampling()
+    assert read(general__architecture="qwen3") == Sampling()  # a base model, without a template
+    thinking = {"general__architecture": "llama", "tokenizer__chat_template": "a <think> b"}
+    assert read(**thinking) == Sampling(0.6, 0.95)
+    assert read(general__architecture="llama", tokenizer__chat_template="a") == Sampling()
+    assert read_sampling(tmp_path, "smollm2", VOCABULARY, {}) == Sampling(0.2, 0.9)
 
 
 HOSTILE = ("0.5", True, None, [], {}, -1, -0.1, 1e300, 1 << 70)

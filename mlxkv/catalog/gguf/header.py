@@ -185,10 +185,10 @@ def _tensors(
             raise Unsound("has a tensor that does not begin where its alignment says")
         first = start + offset
         last = first + prod(shape) // kind.block * kind.size
-        if last > size:
-            raise Unsound(f"is not whole: its header promises {last} bytes, it has {size}")
         out[name] = Tensor(kind.name, shape, (first, last))
     spans = sorted(tensor.span for tensor in out.values())
+    if spans and (whole := max(last for _, last in spans)) > size:
+        raise Unsound(f"is not whole: its header promises {whole} bytes, it has {size}")
     if any(span[1] > following[0] for span, following in zip(spans, spans[1:], strict=False)):
         raise Unsound("has tensors that overlap")
     return out

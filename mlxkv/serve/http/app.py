@@ -128,7 +128,11 @@ def check_host(headers: Mapping[str, str], options: ServeOptions, method: str = 
     name = match["name"].strip("[]").lower() if match else ""
     if options.local and name not in (*LOOPBACK, options.host):
         # DNS rebinding: a web page's host name that resolves to this machine.
-        raise Refused(403, "[Host] this server is for this machine alone")
+        raise Refused(
+            403,
+            f"[Host] this server is for this machine alone; got {host[:80]!r}; to let other machines and containers "
+            "in, start it with --host 0.0.0.0 --api-key KEY",
+        )
     origin = headers.get("Origin")
     if origin is None and method == "POST" and headers.get("Sec-Fetch-Site") == "cross-site":
         origin = "a page of another site"
