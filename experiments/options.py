@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from mlxkv.errors import UserError
 from mlxkv.machine import machine, versions
-from mlxkv.metal import gpu
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +45,8 @@ def check_out(out: Path | None) -> None:
 
 def made_on(start: float) -> dict:
     """Return machine, versions and seconds since `start` (perf_counter), for a document."""
+    from mlxkv.metal import gpu  # imports MLX
+
     return {
         "machine": machine() | gpu.device(),
         "versions": versions(),
