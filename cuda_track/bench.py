@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, product
+from math import tau
 from statistics import median
 
 import torch
@@ -32,7 +33,8 @@ from cuda_track.kernels.record import Record
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine, MixedBits
 
 DTYPE = torch.bfloat16
 COLD = 4  # times the L2 cache that rotating buffers fill at least
@@ -52,6 +54,9 @@ def _format(bits: int, group: int, channels: bool = False) -> CacheConfig:
     return CacheConfig(Side(Affine(bits, 0, axis="channel"), "srft"), values, page=group)
 
 
+MIXED_DIMS = 128
+# Such widths as a calibration gives 128 dims for 2.25 bits a value, here without its maps.
+MIXED = Side(MixedBits(2.25, (4, 3, 2, 2, 2, 2, 1, 1)))
 FORMATS = {
     "int8": _format(8, 64),
     "int4": _format(4, 64),
@@ -59,6 +64,11 @@ FORMATS = {
     "int3": _format(3, 128),
     "int2": _format(2, 128),
     "int2-channels": _format(2, 128, channels=True),  # the preset int2, but for its transforms
+    **{
+        name: parse_kv(name)
+        for name in ("kivi-int2", "turbo-int4", "turbo-int3", "turbo-int2", "polar")
+    },
+    "fill": CacheConfig(MIXED, MIXED),
 }
 
 
@@ -166,18 +176,27 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     record = Record(layouts)
     sides = record.views(record.empty(total, shape.kv_heads, device))
     for at, side in zip(layouts, sides, strict=True):
-        assert isinstance(at, layout.PlaneLayout)  # as all of FORMATS
         for name, x in side.items():
-            if name == "numbers":  # scale .25, bias so that codes have mean 0
-                bias = -0.25 * (2**at.quantizer.bits - 1) / 2
-                pair = torch.tensor([0.25, bias], dtype=torch.float16, device=device)
-                x[:] = pair.view(torch.int32)
+            if name == "numbers":
+                for part, pair in zip(x.chunk(2, -1), _numbers(at), strict=True):
+                    part[:] = torch.tensor(pair, dtype=torch.float16, device=device).view(
+                        torch.int32
+                    )
             else:
                 limits = torch.iinfo(x.dtype)
                 x[:] = torch.randint(limits.min, limits.max, x.shape, dtype=x.dtype)
     table = torch.randperm(total, device=device).int().view(shape.batch, count)
     counts = torch.full((shape.batch,), count, dtype=torch.int32, device=device)
     return PoolPages(codecs, layouts, sides, table, counts, tokens)
+
+
+def _numbers(at: layout.Layout) -> tuple[tuple[float, float], ...]:
+    """Return pairs of numbers for the halves of a page, so that what codes stand for has mean 0."""
+    if isinstance(at, layout.BlockLayout):
+        return ((0.25, 0.25),) * 2
+    if at.kind == "polar":  # radii, and angles of a whole turn
+        return (0.25, 0.0), (tau / 2**at.bits, 0.0)
+    return ((0.25, -0.25 * (2**at.bits - 1) / 2 if at.kind == "affine" else 0.0),) * 2
 
 
 def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Pair, Pair]:
@@ -217,8 +236,16 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
         yield Row(case, f"torch {backend}", base)
         for name in formats:
             config = FORMATS[name]
-            assert isinstance(config.values.quantizer, Affine)
-            launch = kernels.launch(shape.dims, config.values.quantizer.bits)
+            reason = kernels.why_not(config, (shape.dims, shape.dims))
+            if name == "fill" and shape.dims != MIXED_DIMS:
+                reason = f"its widths are those of {MIXED_DIMS} dims"
+            if reason:
+                console.note(f"{case} {name}: {reason}")
+                continue
+            rows = kernels.padded_rows(shape.heads // shape.kv_heads)
+            device = torch.get_default_device()
+            layouts = layout.layouts(codecs_of(config, (shape.dims, shape.dims), None, device))
+            launch = kernels.launch_for(layouts, shape.dims, rows)
             error = rms_of_kernel(config, replace(shape, batch=1), DTYPE, launch)
             if error > BOUND:
                 raise UserError(f"[bench] {name} is wrong by {error:.2g} with {launch}")

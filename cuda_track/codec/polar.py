@@ -38,7 +38,7 @@ def decode(
     quantizer: Polar, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    levels = _split(quantizer, stored["codes"], dims).float().unflatten(2, (-1, page))
+    levels = split(quantizer, stored["codes"], dims).float().unflatten(2, (-1, page))
     radius, angle = (
         stored[f"{name}_low"].float().unsqueeze(3)
         + (codes + 0.5) * stored[f"{name}_step"].float().unsqueeze(3)
@@ -49,7 +49,7 @@ def decode(
     )
 
 
-def _split(quantizer: Polar, words: torch.Tensor, dims: int) -> torch.Tensor:
+def split(quantizer: Polar, words: torch.Tensor, dims: int) -> torch.Tensor:
     """Split packed codes of pairs [..., W] into those of all radii, then of all angles: [..., R]."""
     codes = packing.unpack(words, quantizer.pair_bits, dims // 2)
     return torch.cat([codes >> quantizer.angle, codes & (2**quantizer.angle - 1)], -1)

@@ -13,7 +13,7 @@ from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import View
 from cuda_track.codec import mixed_bits, packing
-from cuda_track.codec.codec import both
+from cuda_track.codec.codec import Stored, both
 from cuda_track.codec.transform import Transform
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
@@ -21,9 +21,9 @@ from cuda_track.kernels.blocks import SHARED
 from cuda_track.kernels.pool import Pool, PoolPages
 from cuda_track.kernels.record import Record
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.quantizers import Affine, MixedBits
+from mlxkv.formats.quantizers import POLAR_NUMBERS, Affine, Codebook, MixedBits, Polar
 from mlxkv.formats.records import NAMES
-from mlxkv.spec import bounds
+from mlxkv.spec import affine, bounds, codebook, polar
 from mlxkv.spec import mixed_bits as spec
 from mlxkv.spec.bounds import (
     BOUNDS,
@@ -35,6 +35,7 @@ from mlxkv.spec.bounds import (
     steps_off,
     under,
 )
+from mlxkv.spec.cases import METHODS
 from mlxkv.spec.rows import encode_cases
 
 HEAD = 64  # dims of a head whose 48 stored ones mixed bits have in the golden table
@@ -125,4 +126,73 @@ def mixed_bits_rows() -> Iterator[Row]:
         yield Row("fill", f"attention.{key}", out.size, rms=far, bound=WEIGHTS_BOUND)
 
 
-TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"), mixed_bits_rows)
+def codes_rows() -> Iterator[Row]:
+    """Yield rows of the spec's codes, in a pool: keys as levels of a codebook or as radius and angle, values as levels;
+    given back, decoded, attended to."""
+    for table in ("codebook", "polar"):
+        golden, _ = read_golden(table)
+        for key in bounds.keys(golden):
+            case, dims = under(golden, key), int(key.split(".")[0])
+            bits = int(key.split(".")[1])
+            if table == "codebook":
+                quantizer, book = Codebook(bits), codebook.sphere_levels(dims, bits)
+                levels = case["codes"], case["scale"]
+                decoded = codebook.codebook_decode(levels[0], levels[1].astype(np.float64), book)
+                stored, of_values, mixed = _levels(*levels, bits), quantizer, decoded
+            else:
+                quantizer, of_values = METHODS["polar"].quantizers[key], Codebook(4)
+                assert isinstance(quantizer, Polar)
+                codes = affine.unpack(case["codes"], quantizer.pair_bits, dims // 2)
+                numbers = {name: case[name].astype(np.float64) for name in POLAR_NUMBERS}
+                decoded = polar.decode({"codes": codes, **numbers}, quantizer.angle)
+                stored = {n: TABLE.tensor(case[n]) for n in POLAR_NUMBERS}
+                stored["codes"] = packing.pack(
+                    TABLE.tensor(codes.astype(np.int32)), quantizer.pair_bits
+                )
+                book = codebook.sphere_levels(dims, 4)
+                levels = codebook.codebook_encode(golden[f"{dims}.x"], book)
+                mixed = codebook.codebook_decode(*levels, book)
+            tokens = decoded.shape[2]
+            config = CacheConfig(Side(quantizer), Side(of_values), page=tokens)
+            if launch.why_not(config, (dims, dims)):
+                continue
+            values = _levels(*levels, of_values.bits)
+            codecs = (
+                TABLE.codec(config.keys, dims, tokens),
+                TABLE.codec(config.values, dims, tokens),
+            )
+            store = Paged(config, codecs)
+            store.restore(dict(zip(NAMES, (stored, values), strict=True)), 1)
+            pages = store.read(0, 1)
+            again = pages.stored[0]
+            wrong = sum(int((again[name] != x).sum()) for name, x in stored.items())
+            yield Row("encode", f"{table}.{key}, restored", decoded.size, wrong=wrong)
+            for i, right in enumerate((decoded, mixed)):
+                out = torch.empty(1, 1, tokens, dims)
+                launch.dequantize(pages, i, out, 0)
+                far = rms(TABLE.array(out), right)
+                yield Row(
+                    table, f"decode.{key}, {NAMES[i]}", out.numel(), rms=far, bound=BOUNDS["decode"]
+                )
+            q = TABLE.floats(golden[f"{dims}.q"])
+            scores = golden[f"{dims}.q"].astype(np.float64) @ decoded.swapaxes(-1, -2) * dims**-0.5
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            none = torch.zeros(1, 1, 0, dims), torch.zeros(1, 1, 0, dims)
+            out = TABLE.array(launch.attend(q, pages, None, none, dims**-0.5))
+            far = rms(out, weights / weights.sum(-1, keepdims=True) @ mixed)
+            yield Row(table, f"attention.{key}", out.size, rms=far, bound=WEIGHTS_BOUND)
+
+
+def _levels(codes: np.ndarray, scale: np.ndarray, bits: int) -> Stored:
+    """Return the tensors of pages of a codebook."""
+    packed = packing.pack(TABLE.tensor(codes.astype(np.int32)), bits)
+    return {"codes": packed, "scale": TABLE.tensor(scale.astype(np.float16))}
+
+
+TABLES = (
+    quantize_rows,
+    attention_rows,
+    partial(attention_rows, "softcap"),
+    mixed_bits_rows,
+    codes_rows,
+)

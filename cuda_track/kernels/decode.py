@@ -22,17 +22,26 @@ import triton
 import triton.language as tl
 
 from cuda_track.kernels.chained import launch_next, wait_for_previous
-from cuda_track.kernels.codes import OFFSET, at_record, gain_bits, halves, planes
+from cuda_track.kernels.codes import (
+    OFFSET,
+    at_record,
+    cos_and_sin,
+    gain_bits,
+    halves,
+    level_planes,
+    planes,
+)
 
 LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
 
 
 class SideConstants(NamedTuple):
-    """How the codes of one side are read. GROUPS: scales of a token."""
+    """How the codes of one side are read. GROUPS: scales of a token. KIND: "affine", "codebook" or "polar"."""
 
     BITS: int
     PLANES: int
     GROUPS: int
+    KIND: str = "affine"
 
 
 class Constants(NamedTuple):
@@ -85,6 +94,41 @@ def _fold(q, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr)
 
 
 @triton.jit
+def _unpacked(words, high, R: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr):
+    """Planes of one side, float16: levels, or 1024 + gain * code."""
+    if SIDE.KIND == "codebook":
+        return level_planes(words, high, R, SIDE.BITS, SIDE.PLANES, ASM)
+    return planes(words, high, SIDE.BITS, SIDE.PLANES, ASM)
+
+
+@triton.jit
+def _polar_scores(s, k, q, numbers, J: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr):
+    """s [T, N] + keys q: planes k hold radii and then angles, and a pair of dims is rebuilt from both.
+
+    The paper's look-up instead takes a table of 2^bits products for each pair and row of queries, anew for each page:
+    as many products for N rows of 128 tokens, and a gather of 32 bits from shared memory for each code and row, where
+    matrix units multiply here."""
+    HALF: tl.constexpr = SIDE.PLANES // 2
+    for i in tl.static_range(HALF):
+        radius = _middle(k[i], numbers + i * J, i, J, SIDE.BITS)
+        angle = _middle(k[HALF + i], numbers + (HALF + i) * J, HALF + i, J, SIDE.BITS)
+        cos, sin = cos_and_sin(angle, ASM)
+        s = tl.dot((radius * cos).to(tl.float16), q[i], s)
+        s = tl.dot((radius * sin).to(tl.float16), q[HALF + i], s)
+    return s
+
+
+@triton.jit
+def _middle(plane, numbers, i: tl.constexpr, J: tl.constexpr, BITS: tl.constexpr):
+    """Return the middles of the steps of plane i, float32 [T, J]."""
+    step, low = halves(tl.load(numbers + tl.arange(0, J)))
+    gain = tl.exp2(-gain_bits(tl.zeros_like(step).to(tl.int32) + i, BITS).to(tl.float32))
+    step = step * gain
+    low = low + (0.5 / gain - OFFSET) * step
+    return low[None, :] + plane.to(tl.float32) * step[None, :]
+
+
+@triton.jit
 def _weigh(p, numbers, total, biases, ones, decay):
     """Weights p [T, N] times the scales of a group, float16; running sums of them [16, N], every row the same,
     and of the biases [LANES, N]. The sum of the rounded weights takes the offset of codes out again."""
@@ -109,11 +153,12 @@ def _lane_sums(x):
 
 
 @triton.jit
-def _finish(out, exists, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
+def _finish(out, exists, o, i: tl.constexpr, total, biases, SIDE: tl.constexpr):
     """Store plane i of the output without offset and gain, with its biases, for rows that exist."""
-    biases, offset = tl.sum(biases, 0), tl.sum(total, 0) * (OFFSET / 16)
-    gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
-    o = (o - offset[None, :]) * gain[None, :] + biases[None, :]
+    if SIDE.KIND == "affine":
+        biases, offset = tl.sum(biases, 0), tl.sum(total, 0) * (OFFSET / 16)
+        bits = gain_bits(tl.zeros_like(biases).to(tl.int32) + i, SIDE.BITS)
+        o = (o - offset[None, :]) * tl.exp2(-bits.to(tl.float32))[None, :] + biases[None, :]
     tl.store(out, o, mask=exists[None, :])
 
 
@@ -175,6 +220,8 @@ def pages_of_codes(
     N: tl.constexpr = C.N
     T: tl.constexpr = C.T
     PAGE: tl.constexpr = C.PAGE
+    K: tl.constexpr = C.K
+    V: tl.constexpr = C.V
     K_PLANES: tl.constexpr = C.K.PLANES
     V_PLANES: tl.constexpr = C.V.PLANES
     KJ: tl.constexpr = R // K_PLANES
@@ -211,8 +258,12 @@ def pages_of_codes(
                 vh = tl.load(at_record(v_high, place, C.RECORD) + vj[:, None] * PAGE + t[None, :])
             vn = at_record(v_numbers, place, C.RECORD) + t
 
-            k = planes(kw, kh, C.K.BITS, K_PLANES, C.ASM)
-            if C.CHANNEL:
+            k = _unpacked(kw, kh, R, K, C.ASM)
+            if C.K.KIND == "polar":
+                kn = at_record(k_numbers, place, C.RECORD)
+                scaled, extra = factor, tl.zeros([N], tl.float32)
+                s = _polar_scores(tl.zeros([T, N], tl.float32), k, q, kn, KJ, K, C.ASM)
+            elif C.CHANNEL:
                 if step * T % C.CHANNEL == 0:
                     kn = at_record(k_numbers, place, C.RECORD) + step * T // C.CHANNEL * R
                     folded, largest, shift, extra = _fold(q, kn, KJ, C.K.BITS, K_PLANES)
@@ -226,12 +277,16 @@ def pages_of_codes(
                 for i in tl.static_range(K_PLANES):
                     if i % KE == 0:  # a group begins: its products, without the offset's share
                         at = i // KE * N + n
-                        numbers, sum = tl.load(kn + i // KE * PAGE), tl.load(sums + at)
-                        part = tl.zeros_like(s) - tl.load(shifts + at)[None, :]
+                        numbers, of_queries = tl.load(kn + i // KE * PAGE), tl.load(sums + at)
+                        part = tl.zeros_like(s)
+                        if C.K.KIND == "affine":
+                            part -= tl.load(shifts + at)[None, :]
                     part = tl.dot(k[i], q[i], part)
                     if i % KE == KE - 1:
                         scale, bias = halves(numbers)
-                        s += part * scale[:, None] + bias[:, None] * sum[None, :]
+                        s += part * scale[:, None]
+                        if C.K.KIND == "affine":
+                            s += bias[:, None] * of_queries[None, :]
             by, shift_by = scaled, extra
             if C.CAPPED:
                 s = _capped(s * scaled[None, :] + extra[None, :], cap)
@@ -246,7 +301,7 @@ def pages_of_codes(
             top = higher
             total = total * decay[None, :] + _lane_sums(p)
             v, new_out, new_weights, new_biases = (
-                planes(vw, vh, C.V.BITS, V_PLANES, C.ASM),
+                _unpacked(vw, vh, R, V, C.ASM),
                 (),
                 (),
                 (),
@@ -254,9 +309,12 @@ def pages_of_codes(
             for i in tl.static_range(V_PLANES):
                 if i % VE == 0:
                     numbers = tl.load(vn + i // VE * PAGE)
-                    w, sum, bias = _weigh(
-                        p, numbers, weights[i // VE], biases[i // VE], ones, decay
-                    )
+                    sum, bias = weights[i // VE], biases[i // VE]
+                    if C.V.KIND == "codebook":  # no bias, and no offset
+                        norm, _ = halves(numbers)
+                        w = (p * norm[:, None]).to(tl.float16)
+                    else:
+                        w, sum, bias = _weigh(p, numbers, sum, bias, ones, decay)
                     new_weights += (sum,)
                     new_biases += (bias,)
                 new_out += (_on(out[i], decay, v[i], w),)
@@ -264,7 +322,7 @@ def pages_of_codes(
 
     at = part_out + n[None, :] * R + vj[:, None]
     for i in tl.static_range(V_PLANES):
-        _finish(at + i * VJ, n < rows, out[i], i, weights[i // VE], biases[i // VE], C.V.BITS)
+        _finish(at + i * VJ, n < rows, out[i], i, weights[i // VE], biases[i // VE], V)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, tl.sum(total, 0))
 

@@ -1,14 +1,14 @@
 """Decode pages of a pool in the stored domain, in Triton, for prefill."""
 
 # Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.codes import at_record, halves
+from cuda_track.kernels.codes import at_record, cos_and_sin, halves, level_of
 
 
 @triton.jit(do_not_specialize=["row_pages", "start"])
@@ -17,6 +17,7 @@ def dequantize_kernel(
     row_pages, start, out_row, out_head, record,
     R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, KEYS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid (row_pages * PAGE / T, G, B): T tokens of a page, written from `start` on. CHANNEL: tokens of
     a page that share scales per channel, 0: scales are per token."""
@@ -37,11 +38,22 @@ def dequantize_kernel(
             code = (word >> (plane * 2) & 3) | (high_bits >> plane & 1) << 2
         else:
             code = word >> (plane * BITS) & ((1 << BITS) - 1)
-        x = code.to(tl.float32)
+        if KIND == "codebook":
+            x = level_of(code, R, BITS)
+        elif KIND == "polar":
+            x = code.to(tl.float32) + 0.5
+        else:
+            x = code.to(tl.float32)
         if CHANNEL:
             row = block % (PAGE // T) * T // CHANNEL
             scale, bias = halves(tl.load(at_record(numbers, place, record) + row * R + r))
             x = tl.reshape(x, [T, R]) * scale[None, :] + bias[None, :]
+            if KIND == "polar":
+                pairs = tl.permute(tl.reshape(x, [T, 2, R // 2]), (0, 2, 1))
+                radius, angle = tl.split(pairs)
+                cos, sin = cos_and_sin(angle, False)
+                pairs = tl.permute(tl.join(radius * cos, radius * sin), (0, 2, 1))
+                x = tl.reshape(pairs, [T, R])
         else:
             group = tl.arange(0, GROUPS)
             at = at_record(numbers, place, record) + group[None, :] * PAGE + t[:, None]

@@ -23,7 +23,7 @@ from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.layout import Layout, PlaneLayout
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.quantizers import MixedBits
+from mlxkv.formats.quantizers import Affine, MixedBits
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
@@ -101,8 +101,13 @@ MEASURED = {
 
 def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch:
     """Return the launch of attention for caches of these layouts."""
-    values = layouts[1]
-    return launch(dims, 0 if isinstance(values, BlockLayout) else values.quantizer.bits, padded)
+    keys, values = layouts
+    if isinstance(keys, BlockLayout) or isinstance(values, BlockLayout):
+        return launch(dims, 0, padded)
+    wide = keys.kind == "polar" or "codebook" in (keys.kind, values.kind) and values.bits == 4
+    if padded == LEAST_ROWS and wide and dims > 64:  # what does not spill; not measured yet
+        return Launch(dims // 64, 10 // (dims // 64))
+    return launch(dims, values.bits, padded)
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
@@ -273,6 +278,8 @@ def turn_queries(
     from cuda_track.kernels.transform import many_queries_kernel, queries_kernel
 
     of_keys = constants_of(keys)
+    if isinstance(keys, PlaneLayout) and keys.kind != "affine":
+        of_keys["BITS"] = 8  # without gains
     q = at.empty(at.padded, at.dims, dtype=torch.float16)
     sums, factors = at.empty(2, of_keys["GROUPS"], at.padded), at.empty(at.padded)
     given = queries, or_else(up, q), q, sums, factors, at.rows, scale * LOG2E, stride_of(up)
@@ -355,7 +362,7 @@ def attend_constants(layouts: tuple[Layout, Layout], options: dict) -> NamedTupl
     from cuda_track.kernels.decode import Constants, SideConstants
 
     assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
-    sides = both(lambda at: SideConstants(**constants_of(at)), (keys, values))
+    sides = both(lambda at: SideConstants(**constants_of(at), KIND=at.kind), (keys, values))
     channel = keys.channel_tokens
     return Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **options)
 
@@ -366,7 +373,7 @@ def constants_of(at: Layout) -> dict[str, int]:
     if isinstance(at, BlockLayout):
         return {"BITS": 8, "PLANES": 4, "GROUPS": 1}
     groups = 1 if at.channel else at.groups
-    return {"BITS": at.quantizer.bits, "PLANES": at.planes, "GROUPS": groups}
+    return {"BITS": at.bits, "PLANES": at.planes, "GROUPS": groups}
 
 
 def tensors(side: Stored) -> tuple[torch.Tensor, ...]:
@@ -421,6 +428,11 @@ def quantize_pages(
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
     if isinstance(at, BlockLayout):
         return _quantize_blocks(code, x, at, side, places)
+    if not isinstance(at.quantizer, Affine):  # by torch ops, put into the pool's order
+        where = torch.as_tensor(places, device=x.device).flatten()
+        for name, pages in at.arrange(code.encode(x)).items():
+            side[name].index_copy_(0, where, pages.flatten(0, 1))
+        return None
     from cuda_track.kernels.encode import quantize_kernel
 
     batch, heads, tokens, dims = x.shape
@@ -493,6 +505,6 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
         record.stride(stored),
         **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **constants_of(at)},
-        **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
+        **{"KEYS": at.keys, "CHANNEL": at.channel_tokens, "KIND": at.kind},
         num_warps=4,
     )

@@ -10,6 +10,8 @@ nothing is shuffled, and a scale belongs to whole planes.
     both    numbers int32 [P, G, groups, T]: scale in the low half, bias in the high half, float16;
             [P, G, rows, R] for keys with a scale per channel, T / rows tokens sharing it
     3 bits  two sets of words: the low 2 bits, and the high bit
+    codebooks   numbers hold the norm and 0; a code is a sign and the rank of a size
+    polar keys  the codes of R/2 radii, then of R/2 angles; numbers are step and low
 
 P pages of the pool, T tokens of a page, G kv heads. Words are int8, int16 or int32. Files never see
 this order. Mixed bits have another (`blocks`).
@@ -22,12 +24,19 @@ from functools import cached_property, reduce
 
 import torch
 
-from cuda_track.codec import packing
+from cuda_track.codec import packing, polar
 from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.kernels import blocks
 from cuda_track.kernels.blocks import BlockLayout
-from mlxkv.formats.quantizers import Affine, MixedBits, Quantizer
+from mlxkv.formats.quantizers import (
+    POLAR_NUMBERS,
+    Affine,
+    Codebook,
+    MixedBits,
+    Polar,
+    Quantizer,
+)
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -41,19 +50,34 @@ WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 class PlaneLayout:
     """The order of one side. quantizer: its format. dims: stored dims R. page: tokens of a page."""
 
-    quantizer: Affine
+    quantizer: Affine | Codebook | Polar
     dims: int
     page: int
     keys: bool
 
     @property
+    def kind(self) -> str:
+        """How codes become numbers: "affine", "codebook" or "polar"."""
+        return self.quantizer.method
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; of polar codes those of the wider of radius and angle."""
+        assert self.quantizer.code_bits is not None  # of these methods
+        return self.quantizer.code_bits
+
+    @property
     def group(self) -> int:
         """Values that share a scale: dims of a token, or tokens of a page."""
-        return self.quantizer.group_size(self.dims, self.page)
+        if isinstance(self.quantizer, Affine):
+            return self.quantizer.group_size(self.dims, self.page)
+        return self.page if self.channel else self.dims
 
     @property
     def channel(self) -> bool:
-        return self.quantizer.axis == "channel"
+        if isinstance(self.quantizer, Affine):
+            return self.quantizer.axis == "channel"
+        return isinstance(self.quantizer, Polar)
 
     @property
     def channel_tokens(self) -> int:
@@ -68,14 +92,17 @@ class PlaneLayout:
     @property
     def step_tokens(self) -> int:
         """Tokens that a program reads at a time at most."""
-        return min(STEP_TOKENS, self.group if self.channel else self.page)
+        most = (
+            STEP_TOKENS // 2 if self.kind == "polar" else STEP_TOKENS
+        )  # those are rebuilt in float32
+        return min(most, self.group if self.channel else self.page)
 
     @property
     def planes(self) -> int:
         """Codes of a word. For 4 bits words of 16 bits unpack with the fewest instructions; groups then have
         to be multiples of their planes."""
-        planes = min(PLANES, 32 // self.quantizer.bits, self.dims // LEAST)
-        if self.quantizer.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
+        planes = min(PLANES, 32 // self.bits, self.dims // LEAST)
+        if self.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
             return min(planes, 4)
         return planes
 
@@ -87,9 +114,14 @@ class PlaneLayout:
     @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
         """(lowest bit of the code, bits) of each set of words, by name."""
-        if self.quantizer.bits == 3:
+        if self.bits == 3:
             return {"words": (0, 2), "high": (2, 1)}
-        return {"words": (0, self.quantizer.bits)}
+        return {"words": (0, self.bits)}
+
+    def folded(self, code):
+        """Fold codes of a codebook into a sign and the rank of a size. Levels are symmetric. Its own inverse."""
+        middle = 1 << (self.bits - 1)
+        return code ^ ((code < middle) * (middle - 1))
 
     def dtype(self, bits: int) -> torch.dtype:
         """Return the type of words whose planes have `bits` bits."""
@@ -104,8 +136,8 @@ class PlaneLayout:
 
     def arrange(self, stored: Stored) -> Stored:
         """Convert stored pages [B, G, N T, ...] to tensors of a pool, [B, N, G, ...]."""
-        codes = packing.unpack(stored["codes"], self.quantizer.bits, self.dims)
-        batch, heads, tokens, _ = codes.shape
+        codes, scale, bias = self._parts(stored)
+        batch, heads = codes.shape[:2]
         planes = codes.view(batch, heads, -1, self.page, self.planes, self.words)
         out = {}
         for name, (low, bits) in self.fields.items():
@@ -114,8 +146,7 @@ class PlaneLayout:
             words = (field.long() << shifts).sum(-2)  # [B, G, N, T, J]
             words = words if self.keys else words.mT
             out[name] = _narrow(words, self.dtype(bits)).swapaxes(1, 2).contiguous()
-        numbers = torch.stack([stored["scale"], bias_of(self.quantizer, stored)], -1).contiguous()
-        numbers = numbers.view(torch.int32)
+        numbers = torch.stack([scale, bias], -1).contiguous().view(torch.int32)
         if self.channel:
             numbers = numbers.view(batch, heads, -1, self.groups, self.dims).swapaxes(1, 2)
         else:
@@ -136,8 +167,33 @@ class PlaneLayout:
         numbers = pool["numbers"].swapaxes(1, 2)
         numbers = (numbers if self.channel else numbers.mT).flatten(2, 3)
         scale, bias = numbers.flatten().view(torch.float16).view(*numbers.shape, 2).unbind(-1)
-        stored = {"codes": packing.pack(codes, self.quantizer.bits), "scale": scale.contiguous()}
-        return stored if self.quantizer.symmetric else stored | {"bias": bias.contiguous()}
+        return self._joined(codes, scale.contiguous(), bias.contiguous())
+
+    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes [B, G, N T, R], and numbers in pairs: scale and bias, norm and nothing, or step and low, of
+        all radii and then of all angles."""
+        if isinstance(self.quantizer, Polar):
+            step, low = (
+                torch.cat([stored[f"radius_{name}"], stored[f"angle_{name}"]], -1)
+                for name in ("step", "low")
+            )
+            return polar.split(self.quantizer, stored["codes"], self.dims), step, low
+        codes = packing.unpack(stored["codes"], self.bits, self.dims)
+        if isinstance(self.quantizer, Codebook):
+            return self.folded(codes), stored["scale"], torch.zeros_like(stored["scale"])
+        return codes, stored["scale"], bias_of(self.quantizer, stored)
+
+    def _joined(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> Stored:
+        """Invert `_parts`."""
+        if isinstance(self.quantizer, Polar):
+            (rho_step, phi_step), (rho_low, phi_low) = scale.chunk(2, -1), bias.chunk(2, -1)
+            made = rho_step, rho_low, phi_step, phi_low
+            numbers = {str(name): x for name, x in zip(POLAR_NUMBERS, made, strict=True)}
+            return polar.join(self.quantizer, codes, numbers)
+        if isinstance(self.quantizer, Codebook):
+            return {"codes": packing.pack(self.folded(codes), self.bits), "scale": scale}
+        stored = {"codes": packing.pack(codes, self.bits), "scale": scale}
+        return stored if self.quantizer.symmetric else stored | {"bias": bias}
 
 
 Layout = PlaneLayout | BlockLayout
@@ -155,14 +211,18 @@ def of_side(quantizer: Quantizer, dims: int, page: int, keys: bool) -> Layout:
     """Return the layout of a side with `dims` stored dims, which `why_not` has no reason against."""
     if isinstance(quantizer, MixedBits):
         return BlockLayout(quantizer, page, keys)
-    assert isinstance(quantizer, Affine)  # by `why_not`
+    assert isinstance(quantizer, Affine | Codebook | Polar)  # by `why_not`
     return PlaneLayout(quantizer, dims, page, keys)
 
 
 def why_not(quantizer, dims: int, page: int, keys: bool = True) -> str | None:
     """Return why Triton does not read a side of heads of `dims`, or None."""
-    if not isinstance(quantizer, Affine | MixedBits):
-        return "only affine codes and mixed bits have a Triton kernel yet"
+    if not isinstance(quantizer, Affine | MixedBits | Codebook | Polar):
+        return f"{quantizer.label} has no Triton kernel"
+    if isinstance(quantizer, Polar) and not keys:
+        return "values as radius and angle have no Triton kernel"
+    if isinstance(quantizer, Codebook) and quantizer.bits == 1:
+        return "codebooks of 1 bit have no Triton kernel"
     if isinstance(quantizer, Affine) and quantizer.shared:
         return "a scale that kv heads share has no Triton kernel"
     if isinstance(quantizer, Affine) and quantizer.axis == "channel" and not keys:

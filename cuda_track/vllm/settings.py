@@ -22,6 +22,7 @@ from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Codebook
 
 KV, CALIBRATION = "mlxkv", "mlxkv_calibration"  # keys of --additional-config
 CHOICES = "int4, int3, or fill-2.25 to fill-6"
@@ -131,8 +132,11 @@ def plan(additional: Mapping[str, object] | object, model: str) -> Plan:
 @cache
 def _plan(name: str, path: str | None, model: str) -> Plan:
     config = parse_kv(name)
-    if config.page != PAGE or config.needs_queries or launch.why_not(config, (128, 128)):
-        reason = launch.why_not(config, (128, 128)) or f"its pages have {config.page} tokens"
+    reason = launch.why_not(config, (128, 128))
+    if isinstance(config.keys.quantizer, Codebook) or isinstance(config.values.quantizer, Codebook):
+        reason = "codebooks are encoded by torch ops"
+    if config.page != PAGE or config.needs_queries or reason:
+        reason = reason or f"its pages have {config.page} tokens"
         raise UserError(f"[vllm] no blocks for this cache: {reason}; got {name}; choose {CHOICES}")
     bits = config.bits_per_value(128, 128)
     if bits > MOST_BITS:

@@ -83,8 +83,8 @@ METHODS = {
     "channels of both": Method(
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
     ),
-    "turbo": Method(Codebook(4), Codebook(2), transform="random"),
-    "turbo-int3": Method(Codebook(3), Affine(4, 32), transform="hadamard"),
+    "turbo": Method(Codebook(4), Codebook(2), transform="random", triton=True),
+    "turbo-int3": Method(Codebook(3), Affine(4, 32), transform="hadamard", triton=True),
     "tree": Method(PolarTree(), PolarTree(), transform="random"),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree()),
     "online": Method(
@@ -99,7 +99,7 @@ METHODS = {
         dims=64,
         triton=True,
     ),
-    "polar": Method(Polar(4, 4), Affine(4, 64), dims=128),
+    "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, triton=True),
     "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128),
 }
 

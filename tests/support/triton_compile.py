@@ -109,13 +109,18 @@ PAGES |= {"STAGES": 3, "WIDE": False}
 SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 
-def attending(side: dict, **sizes: int) -> dict:
-    sides = {letter: SideConstants(**side) for letter in "KV"}
+def attending(side: dict, values: dict | None = None, **sizes: int) -> dict:
+    sides = {"K": SideConstants(**side), "V": SideConstants(**(values or side))}
     return {"C": Constants(**{**sides, **SIZES, **PAGES, **sizes}), "CHAINED": True, "EARLY": False}
 
 
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
+POLAR = {"BITS": 4, "PLANES": 4, "GROUPS": 1, "KIND": "polar"}
+CODEBOOKS = {
+    bits: {"BITS": bits, "PLANES": 4 if bits == 4 else 8, "GROUPS": 1} for bits in (2, 3, 4)
+}
+CODEBOOKS = {bits: side | {"KIND": "codebook"} for bits, side in CODEBOOKS.items()}
 STEP_TOKENS = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
 QUANTIZE = {
     "D": 128,
@@ -201,6 +206,20 @@ CASES = {
     ),
     "attend int4": (attend_kernel, attending(SIDE), ("int4", 128), 1),
     "attend int2 channels": (*(attend_kernel, attending(INT2, **BY_CHANNEL), ("int2", 128), 1),),
+    **{
+        f"attend codebook of {bits} bits": (attend_kernel, attending(side), ("int4", 128), 1)
+        for bits, side in CODEBOOKS.items()
+    },
+    "attend codebook of 256 dims": (
+        attend_kernel,
+        attending(CODEBOOKS[4], R=256),
+        *(("int4", 128), 2),
+    ),
+    "attend polar keys": (
+        attend_kernel,
+        attending(POLAR, SHORT, T=32, PAGE=128, CHANNEL=128),
+        *(("int4", 128), 1),
+    ),
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
@@ -226,10 +245,20 @@ CASES = {
     "dequantize": (
         *(
             dequantize_kernel,
-            {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False},
+            {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False, "KIND": "affine"},
             ("int2", 128),
             4,
         ),
+    ),
+    "dequantize codebook": (
+        dequantize_kernel,
+        {"R": 128, "T": 64, **CODEBOOKS[4], **BY_TOKEN, "KEYS": False},
+        *(("int4", 128), 4),
+    ),
+    "dequantize polar keys": (
+        dequantize_kernel,
+        {"R": 128, "T": 32, **POLAR, **BY_CHANNEL, "KEYS": True},
+        *(("int4", 128), 4),
     ),
 }
 
