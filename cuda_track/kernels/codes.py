@@ -111,6 +111,15 @@ def gain_bits(i, BITS: tl.constexpr):
 
 
 @triton.jit
+def _code(words, high, i: tl.constexpr, BITS: tl.constexpr):
+    """Codes of plane i, int32."""
+    wide = words.to(tl.int32)
+    if BITS == 3:
+        return ((wide >> (2 * i)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
+    return (wide >> (BITS * i)) & ((1 << BITS) - 1)
+
+
+@triton.jit
 def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
     """1024 + gain * code of plane i, float16."""
     wide = words.to(tl.int32)
@@ -118,10 +127,8 @@ def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
         code = (wide >> (i // 2 * 8)) & (15 << (i % 2 * 4))
     elif BITS == 2:
         code = (wide >> (i // 5 * 10)) & (3 << (i % 5 * 2))
-    elif BITS == 3:
-        code = ((wide >> (2 * i)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
     else:
-        code = (wide >> (BITS * i)) & ((1 << BITS) - 1)
+        code = _code(words, high, i, BITS)
     return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -153,17 +160,11 @@ def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.conste
 
 @triton.jit
 def level_of(code, R: tl.constexpr, BITS: tl.constexpr):
-    """Levels of int32 codes, float32: sizes are halved bit by bit, a sign is put before the last."""
-    COUNT: tl.constexpr = 2 ** (BITS - 1)
-    sizes = ()
-    for i in tl.static_range(COUNT):
-        sizes += (tl.full(code.shape, level(R, BITS, COUNT + i), tl.float32),)
-    for bit in tl.static_range(BITS - 1):
-        odd, left = ((code >> bit) & 1) != 0, ()
-        for i in tl.static_range(COUNT // 2 ** (bit + 1)):
-            left += (tl.where(odd, sizes[2 * i + 1], sizes[2 * i]),)
-        sizes = left
-    return tl.where(code < COUNT, -sizes[0], sizes[0])
+    """Levels of int32 codes, float32."""
+    x = tl.full(code.shape, level(R, BITS, 0), tl.float32)
+    for i in tl.static_range(1, 2**BITS):
+        x = tl.where(code == i, level(R, BITS, i), x)
+    return x
 
 
 @triton.jit
@@ -184,13 +185,9 @@ def level_planes(
             is_pure=True,
             pack=2,
         )
-    wide, out = words.to(tl.int32), ()
+    out = ()
     for i in tl.static_range(PLANES):
-        if BITS == 3:
-            code = ((wide >> (2 * i)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
-        else:
-            code = (wide >> (BITS * i)) & ((1 << BITS) - 1)
-        out += (level_of(code, R, BITS).to(tl.float16),)
+        out += (level_of(_code(words, high, i, BITS), R, BITS).to(tl.float16),)
     return out
 
 
