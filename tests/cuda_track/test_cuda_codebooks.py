@@ -1,5 +1,7 @@
 """Codebooks and polar keys by Triton: the order of a pool, attention, prefill, and the PTX that looks levels up."""
 
+import functools
+import json
 import re
 
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 import torch
 from methods import LAWS
 
+from cuda_track import bench
 from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import CodePages, View
 from cuda_track.codec.codec import Codec
 from cuda_track.kernels import launch, layout
+from experiments import codes_by_triton
 from mlxkv.formats import levels
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
@@ -176,3 +180,34 @@ def test_levels_by_ptx(bits):
         found = run_ptx(lookup(128, bits), folded[1] << 16 | folded[0], planes)
         right = [int(table[a]) | int(table[b]) << 16 for a, b in codes.T]
         assert found == right
+
+
+def test_rows_on_a_gpu_go_on_where_they_stopped(tmp_path, monkeypatch):
+    path, timed = tmp_path / "rows.jsonl", []
+
+    def attention(config, shape):
+        timed.append(config)
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        return 5.0, 1000
+
+    monkeypatch.setattr(bench, "CASES", {"tiny": bench.Shape(1, 2, 1, 128, 128)})
+    monkeypatch.setattr(bench, "DTYPE", torch.float32)
+    monkeypatch.setattr(bench, "baseline", lambda shape: (20.0, "flash rows"))
+    monkeypatch.setattr(bench, "attention", attention)
+    run = functools.partial(codes_by_triton.measure, path, ("tiny",), ("turbo-int2", "polar"))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    run()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["kind"] for row in rows if "kind" in row] == [
+        "torch flash rows",
+        "turbo-int2",
+        "polar",
+    ]
+    golden = [row for row in rows if "golden" in row]
+    assert {row["golden"].split(",")[0] for row in golden} >= {
+        "attention.128.4",
+        "attention.64.4.4",
+    }
+    assert len(timed) == 3
