@@ -51,6 +51,48 @@ def value_target(
     return out * kv_heads / (heads * len(q) * q.shape[2])
 
 
+def released_value_target(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return V^T diag(w) V [G, D, D], w_t = k_t (Q^T Q) k_t^T over its sum: the value target of the released code in
+    place of eq. 2 (rotation/compute_kv_rotation.py, `compute_sst`). Arguments as in `value_target`."""
+    read = key_target(q, k.shape[1])
+    rows = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[-1]) for x in (k, v))
+    keys, values = rows
+    weights = np.einsum("gtd,gde,gte->gt", keys, read, keys)
+    weights = weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
+    return (values * weights[..., None]).swapaxes(-1, -2) @ values
+
+
+def frozen_error(target: np.ndarray, basis: np.ndarray, variances: np.ndarray) -> float:
+    """Return tr(R^T Sigma R E), E = diag(variances [D]): the surrogate of section 3, the error of scores (or outputs)
+    if the error of the codes did not depend on the rotation. Among orthogonal R, eigenvectors against ordered
+    variances minimise it (theorem 1, A.6)."""
+    return float(np.trace(basis.T @ target @ basis @ np.diag(variances)))
+
+
+# --------------------------------------------------------------------------------------------------
+# The four levels of its newer results.
+
+CUT = 0.9810652732849121  # boundary of the Lloyd-Max code of a standard normal, as released
+OUTER, STRETCH = (
+    1.5095585584640503,
+    1.16,
+)  # its outer centroid; what the release multiplies evenly spaced levels by
+CENTROIDS = np.array([-1.51041761, -0.45278004, 0.45278004, 1.51041761])  # Max 1960, table 1
+
+
+def four_levels(x: np.ndarray, exact: bool = False) -> np.ndarray:
+    """Code each row of x [..., R] by Lloyd-Max's boundaries of a standard normal and decode it: [..., R].
+
+    Rows lose their mean and are divided by their standard deviation; levels are evenly spaced, as released
+    (oscar_rotation_clip_int2_kv.py), or for `exact` the centroids."""
+    mean = x.mean(-1, keepdims=True)
+    std = np.sqrt(x.var(-1, keepdims=True) + 1e-8)
+    z = (x - mean) / std
+    codes = (z[..., None] >= np.array([-CUT, 0.0, CUT])).sum(-1)
+    levels = CENTROIDS if exact else (np.arange(4) - 1.5) * (2 * OUTER / 3) * STRETCH
+    return levels[codes] * std + mean
+
+
 # --------------------------------------------------------------------------------------------------
 # The rotation of one head.
 
