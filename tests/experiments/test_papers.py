@@ -1,6 +1,7 @@
 """The runner of the papers' experiments: presets as their caches have them, windows, rows, tables."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from cuda_track.models.attach_model import attach, compressed_from
 from cuda_track.models.loader import load
 from cuda_track.models.taps import observing
 from cuda_track.models.transformers_compat import handed
-from experiments.papers import runner
+from experiments.papers import oscar, rivals, runner
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
-from mlxkv.eval.rows import read
+from mlxkv.eval.rows import Rows, read
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
+from mlxkv.spec import affine
+from mlxkv.spec import kvarn as kvarn_spec
 from mlxkv.spec import oscar as oscar_spec
 
 CONTEXT, DECODE = 64 + 64 + 3 * 64 + 10, 12  # as many pages are stored here as in a cache
@@ -134,3 +137,115 @@ def test_the_table_divides_means_on_the_same_texts():
     rows = [row("a", "x", 1.0), row("a", "y", 3.0), row("b", "x", 1.0), row("b", "z", 100.0)]
     lines = runner.table(rows, "m", "b").splitlines()
     assert lines[2].split(" | ")[-1] == "1 |" and lines[2].split(" | ")[4] == "2"
+
+
+def test_torch_computes_the_laws(subtests, monkeypatch):
+    """Codes of experiments against float64 specs. torch rounds float64 to float32 on its way to float16."""
+    monkeypatch.setattr(kvarn_spec, "half", lambda x: affine.half(x.astype(np.float32)))
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 128, 32)) * 3).double()
+    x = x * torch.logspace(-1, 1, 32).double()
+    for side, bits in (("keys", 4), ("values", 2)):
+        with subtests.test(side=side):
+            expected = kvarn_spec.reconstructed(x.numpy(), bits, side)
+            np.testing.assert_allclose(rivals.kvarn_tiles(x, bits, side), expected, atol=1e-9)
+            plain = kvarn_spec.coded(x.numpy(), bits, kvarn_spec.AXES[side][1])
+            assert np.square(expected - plain).mean() > 1e-4 * x.square().mean()
+    for exact in (True, False):
+        with subtests.test(exact=exact):
+            expected = oscar_spec.four_levels(x.numpy(), exact)
+            np.testing.assert_allclose(oscar.four_levels(x, exact), expected, atol=1e-9)
+    with subtests.test("clip"):
+        np.testing.assert_array_equal(oscar.clipped(x, 0.9), affine.clip_rows(x.numpy(), 0.9))
+
+
+def test_the_released_target_is_that_of_the_spec():
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, heads, 20, 8)) for heads in (4, 2, 2))
+    keys, values, queries = (torch.from_numpy(x) for x in (k[0], v[0], oscar_spec.key_target(q, 2)))
+    layer = runner.Layer(0, keys, values, queries, values)
+    expected = oscar_spec.released_value_target(q, k, v)
+    np.testing.assert_allclose(oscar.target(layer, "values", "released"), expected, atol=1e-12)
+
+
+def test_blocks_get_the_bits_that_gain_most():
+    scores = np.array([9.0, 1.0, 0.1, 70.0])
+    bits = rivals.block_bits(scores, 2)
+    assert bits.sum() == 8 and bits.min() >= 1
+    best = min(
+        (scores @ 4.0 ** -np.array(own), own)
+        for own in product(range(1, 9), repeat=4)
+        if sum(own) == 8
+    )
+    assert scores @ 4.0**-bits == pytest.approx(best[0])
+    energy = torch.logspace(3, -3, 8).repeat(2)  # widths of a pair or two
+    keys = torch.randn(1, 500, 16, generator=torch.manual_seed(0)) * energy.sqrt()
+    layer = runner.Layer(0, keys, keys, torch.diag(energy)[None], keys)
+    got = rivals.block_gtq_keys(layer, "keys", keys, 3)
+    widths = rivals.pair_bits(layer, 3)[0]
+    assert len(set(widths)) > 2 and widths.mean() == 3
+    for width in set(widths):  # TurboQuant, theorem 1: less than sqrt(3) pi / 2 4^-b of the energy
+        of = torch.from_numpy(widths == width)
+        share = float((got - keys)[..., of].square().sum() / keys[..., of].square().sum())
+        assert 0 < share < 3**0.5 * np.pi / 2 * 4.0**-width, width
+
+
+def test_every_variant_measures_and_even_keys_cost_less(subject, tokens):
+    """On keys with one huge, seldom read channel and a mean, whatever follows the free transform gains."""
+    made = {name: make() for name, make in oscar.variants_of(subject).items()}
+    layer = subject.layers[1]
+    keys, values = (x[:, :128] for x in (layer.keys, layer.values))
+    for name, variant in made.items():
+        out = variant.store(layer, keys, values)
+        assert all(x.shape == keys.shape and x.isfinite().all() for x in out), name
+        assert 0 < variant.bits_of(128) < 5, name
+    big = torch.ones(128)
+    big[5] = 50.0
+    queries = layer.queries / big[:, None] / big
+    odd = replace(layer, keys=(layer.keys + 0.5) * big, queries=queries, cache={})
+    x = odd.keys[:, :128]
+    for name in ("hadamard-int2", "turbo-int2", "kvarn-k2v2", "oscar"):
+        noise = []
+        for end in ("", "+even"):
+            off = made[name + end].store(odd, x, values)[0] - x
+            off = off - off.mean(1, keepdim=True)  # what all tokens share, softmax does not see
+            noise.append(float(torch.einsum("gtd,gde,gte->", off, queries, off)))
+        assert noise[1] < 0.5 * noise[0], (name, noise)
+
+
+def test_rotations_of_the_authors_files(subject, tmp_path):
+    """Files in the form of rotation/compute_kv_rotation.py; others are refused in one line."""
+    files = []
+    for side in ("k", "v"):
+        entry = {
+            "rotation": torch.linalg.qr(torch.randn(128, 128))[0],
+            "eigenvalues": torch.ones(128),
+        }
+        layers = {i: {"layer_id": i} | entry for i in subject.growing}
+        about = {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer"}
+        files.append(tmp_path / f"{side}_rotation.pt")
+        torch.save(about | {"layers": layers}, files[-1])
+    given = oscar.zoo(*files)
+    assert set(given) == {(i, side) for i in subject.growing for side in ("keys", "values")}
+    layer = subject.layers[1]
+    with_file = oscar.oscar(given=given).store(layer, layer.keys[:, :64], layer.values[:, :64])
+    assert not torch.equal(
+        with_file[0], oscar.oscar().store(layer, layer.keys[:, :64], layer.values[:, :64])[0]
+    )
+    torch.save({"layers": {0: {"rotation": torch.ones(4, 4)}}}, files[0])
+    with pytest.raises(UserError, match="no rotation"):
+        oscar.zoo(*files)
+    files[0].write_bytes(b"no pickle")
+    with pytest.raises(UserError, match="no rotations of OSCAR"):
+        oscar.zoo(*files)
+
+
+def test_errors_grow_stage_by_stage_rows(subject, tokens, tmp_path):
+    made = {
+        "exact": runner.Variant(runner.side_by_side(runner.exact, runner.exact), 16),
+        "oscar": oscar.oscar(),
+    }
+    rows = Rows(tmp_path / "rows.jsonl")
+    oscar.stages(subject, made, CONTEXT, "text", tokens, rows, "float32")
+    found = {row["preset"]: row for row in read([rows.file])}
+    for stage in ("keys", "values", "scores", "outputs"):
+        assert found["exact"][stage] < 1e-9 < 1e-3 < found["oscar"][stage], stage
