@@ -102,6 +102,7 @@ def oscar_side(
     parts: str = "uhp",
     shared: bool = False,
     code: str = "",
+    group: int = 128,
     given: Mapping[tuple[int, str], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotate, clip, code in two bits, and go back. code: "lloyd" or "centroids" in place of min-max. given: rotations
@@ -113,14 +114,16 @@ def oscar_side(
     y = x @ rotation
     if code:
         return four_levels(clipped(y, CLIPS[side]), code == "centroids") @ rotation.mT
-    return coded(Side(Affine(2, 128, clip=CLIPS[side])), y) @ rotation.mT
+    return coded(Side(Affine(2, group, clip=CLIPS[side])), y) @ rotation.mT
 
 
 def oscar(windows: tuple[int, int] = (64, 64), **options) -> Variant:
     side = partial(oscar_side, **options)
 
-    def bits(dims: int) -> float:  # two numbers for each group of 128, or each row
-        return 2 + 32 / dims if options.get("code") else 2 + 32 / min(128, dims)
+    def bits(dims: int) -> float:  # two numbers for each group, or each row
+        return (
+            2 + 32 / dims if options.get("code") else 2 + 32 / min(options.get("group", 128), dims)
+        )
 
     return Variant(side_by_side(side, side), bits, *windows)
 
@@ -161,6 +164,8 @@ def variants_of(subject: Subject, files: tuple[Path, Path] | None = None):
         "+own-values": {"kinds": ("attention", "own")},
     }
     options |= {f"-{parts or 'none'}": {"parts": parts} for parts in ("", "u", "h", "uh", "hp")}
+    # In a group of a whole head P moves values, and changes nothing.
+    options |= {"+g32": {"group": 32}, "-uh+g32": {"group": 32, "parts": "uh"}}
     options |= {f"+{sink}x{recent}": {"windows": (sink, recent)} for sink, recent in WINDOWS}
     out: dict[str, Callable[[], Variant]]
     out = {f"oscar{name}": partial(oscar, **own) for name, own in options.items()}
