@@ -107,3 +107,33 @@ def codebook_encode(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.n
 def codebook_decode(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Return scale * level: [..., R]."""
     return scale * levels[codes]
+
+
+# --------------------------------------------------------------------------------------------------
+# What experiments measure and no preset has. Alg. 2 (QJL): the signs of random projections of what the
+# first stage leaves. Section 4.3: some channels have more bits, each part with its own rotation and norm.
+
+
+def qjl_encode(rest: np.ndarray, projections: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encode rest [..., R] into signs (uint8 [..., R], 1 where the projection is above 0) and its length
+    ([..., 1], float64 holding float16 values). projections: [R, R] standard normal, one a column."""
+    signs = (rest @ projections > 0).astype(np.uint8)
+    return signs, affine.half(np.sqrt((rest * rest).sum(-1, keepdims=True)))
+
+
+def qjl_decode(signs: np.ndarray, length: np.ndarray, projections: np.ndarray) -> np.ndarray:
+    """Return sqrt(pi / 2) / R length (+-1) projections^T, whose inner product with any q is q . rest in the
+    mean over projections."""
+    return np.sqrt(np.pi / 2) / len(projections) * length * ((2.0 * signs - 1) @ projections.T)
+
+
+def split_decode(x: np.ndarray, chosen: np.ndarray, bits: int, seed: int) -> np.ndarray:
+    """Return x [T, D] of one head, not rotated yet, as decoded from bits + 1 in the channels `chosen` (boolean
+    [D]) and `bits` in the others."""
+    out = np.empty(x.shape)
+    for channels, width in ((chosen, bits + 1), (~chosen, bits)):
+        dims = int(channels.sum())
+        turn, levels = random_rotation(dims, seed), sphere_levels(dims, width)
+        codes, scale = codebook_encode(x[:, channels] @ turn, levels)
+        out[:, channels] = codebook_decode(codes, scale, levels) @ turn.T
+    return out

@@ -21,6 +21,7 @@ NEEDED = {
     "peer_tests": ["--tests", "x"],
     "papers.humaneval": ["x"],
 }
+NEEDED |= {f"papers.{name}": [TINY] for name in ("polarquant",)}
 
 
 def main_of(name):
