@@ -7,6 +7,8 @@ Names are KEYS/VALUES; one name is for both. Windows: first and last 64 tokens e
 Wu: keys as radius and angle of the pairs that RoPE turns, `rbits` and `tbits` of each, pages of 128 tokens.
     wu-r4t4/fp16            "near lossless": keys alone, values exact; @paper leaves n mod 128 last tokens exact
     wu-rRtT/fp16            which of the two needs the bits (both sums of 7, 6 and 5)
+    wu-rRtT+unwrapped/fp16  ours: angles from the mean direction of a page on. The paper's begin at 0, so pairs that
+                            point there, nearly all alike, have a range of the whole circle. Costs no bit
     channel-B+g128/fp16     KIVI's codes of keys at the same bits: 4.25, 3.25, 2.25
 Han: a rotation, then one radius and 15 angles for 16 dims: 3.875 bits.
     han, han+plain          preconditioned by a random rotation (section 4.1) or not: LongBench 48.29 against 48.11
@@ -88,6 +90,23 @@ def fitted(tree: Callable[[str], PolarTree], rotation: str) -> Form:
     return reconstruct, form(PolarTree())[1]
 
 
+def unwrapped(radius: int, angle: int) -> Form:
+    """Wu's codes of pairs that are turned until the mean of a page's points away from the seam at angle 0; a code of
+    an angle begins at any number, so the turn is stored nowhere."""
+    reconstruct, bits = form(Polar(radius, angle), page=GROUP)
+
+    def turned(layer: Layer, side: str, x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(*x.unflatten(1, (-1, GROUP)).chunk(2, -1))
+        by = -z.mean(2, keepdim=True).sgn()
+        by = by.where(by != 0, 1.0)
+        y = torch.view_as_real(z * by.conj()).movedim(-1, -2).flatten(-2).flatten(1, 2)
+        made = reconstruct(layer, side, y).unflatten(1, (-1, GROUP))
+        back = torch.view_as_real(torch.complex(*made.chunk(2, -1)) * by)
+        return back.movedim(-1, -2).flatten(-2).flatten(1, 2)
+
+    return turned, bits
+
+
 def qjl(bits: int) -> Form:
     """TurboQuant's algorithm 2: a codebook of bits - 1, and the signs of random projections of what it leaves.
 
@@ -141,6 +160,7 @@ def forms(subject: Subject) -> dict[str, tuple[Form, Form]]:
     tree, out = cache(partial(offline, subject)), {}
     for radius, angle in WIDTHS:
         out[f"wu-r{radius}t{angle}/fp16"] = form(Polar(radius, angle), page=GROUP), FP16
+        out[f"wu-r{radius}t{angle}+unwrapped/fp16"] = unwrapped(radius, angle), FP16
     out["wu-r4t4/fp16@paper"] = out["wu-r4t4/fp16"]
     for bits in (4, 3, 2):
         keys, turbo = channels(bits)[0], form(Codebook(bits), "random")
@@ -175,6 +195,12 @@ PAIRS = (
     ("wu-r2t2/fp16", "channel-2+g128/fp16"),
     ("wu-r4t4/fp16", "turbo-4/fp16"),
     ("wu-r4t4/fp16@paper", "wu-r4t4/fp16"),
+    ("wu-r4t4+unwrapped/fp16", "wu-r4t4/fp16"),
+    ("wu-r3t3+unwrapped/fp16", "wu-r3t3/fp16"),
+    ("wu-r4t4+unwrapped/fp16", "channel-4+g128/fp16"),
+    ("wu-r3t3+unwrapped/fp16", "channel-3+g128/fp16"),
+    ("wu-r2t2+unwrapped/fp16", "channel-2+g128/fp16"),
+    ("wu-r4t3+unwrapped/fp16", "wu-r3t4+unwrapped/fp16"),
     ("wu-r4t3/fp16", "wu-r3t4/fp16"),
     ("wu-r4t2/fp16", "wu-r2t4/fp16"),
     ("wu-r3t3/fp16", "wu-r2t4/fp16"),

@@ -59,6 +59,23 @@ def polar(radius, angle):
     )
 
 
+def unwrapped(radius, angle):
+    def of(part):
+        a, b = np.split(part, 2, -1)
+        mean = np.arctan2(b.mean(0), a.mean(0))
+        rho, phi = polar_spec.to_polar(part)
+        phi = (phi - mean) % (2 * np.pi) + np.pi
+        phi = np.where(phi >= 2 * np.pi, phi - 2 * np.pi, phi)  # the mean at pi
+        y = np.concatenate([rho * np.cos(phi), rho * np.sin(phi)], -1)
+        rho, phi = polar_spec.to_polar(
+            polar_spec.decode(polar_spec.encode(y, radius, angle), angle)
+        )
+        phi = phi + mean - np.pi
+        return np.concatenate([rho * np.cos(phi), rho * np.sin(phi)], -1)
+
+    return lambda x: in_pages(x, 128, of)
+
+
 def codebook(bits):
     def of(x):
         levels = codebook_spec.sphere_levels(x.shape[-1], bits)
@@ -113,7 +130,9 @@ def outliers(bits, share):
 LAWS = {
     "wu-r4t4/fp16": ("none", polar(4, 4)),
     "wu-r2t4/fp16": ("none", polar(2, 4)),
+    "wu-r4t3/fp16": ("none", polar(4, 3)),
     "wu-r3t2/fp16": ("none", polar(3, 2)),
+    "wu-r3t3+unwrapped/fp16": ("none", unwrapped(3, 3)),
     "channel-3+g128/fp16": ("none", channels(3)),
     "turbo-3": ("random", codebook(3)),
     "turbo-2+qjl": ("random", qjl(2)),
@@ -142,6 +161,18 @@ def test_keys_are_those_of_the_spec(subtests):
                 assert off.mean() < 0.02, off.mean()
                 change = np.linalg.norm(expected - X[head]) / np.linalg.norm(X[head])
                 assert 0.02 < change < 1, change
+
+
+def test_a_seam_costs_pairs_that_point_to_it():
+    """A pair that lies about angle 0 has a range of a whole circle, and a small one elsewhere."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((1, 128, DIMS)) * 0.1 + np.repeat([8.0, 0.0], DIMS // 2)
+    rows, sides = torch.from_numpy(x).float(), polarquant.forms(SUBJECT)
+    errors = {
+        name: float((sides[name][0][0](SUBJECT.layers[0], "keys", rows) - rows).norm())
+        for name in ("wu-r4t4/fp16", "wu-r4t4+unwrapped/fp16")
+    }
+    assert errors["wu-r4t4/fp16"] > 30 * errors["wu-r4t4+unwrapped/fp16"] > 0
 
 
 def test_values_are_exact_or_coded():
