@@ -5,18 +5,22 @@ exact (SRFT, arXiv 2605.05699, sections 3.3 and 4.1).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from experiments.papers.ratios import cells, markdown
 from experiments.papers.runner import Subject
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
+from mlxkv.eval.rows import Row
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.sums import WINDOW, windows
 
+TRANSFORMS = ("none", "hadamard", "srft")
+NUMBERS = ("kurtosis", "energy", "entropy", "largest")  # of a probe
 Key = tuple[int, str]  # layer and side
 See = Callable[[Key, torch.Tensor], torch.Tensor | None]
 
@@ -84,3 +88,16 @@ def probe(x: torch.Tensor) -> dict[str, float]:
     entropy = -(share * share.clamp(min=1e-300).log2()).sum()
     numbers = {"kurtosis": kurtosis.mean(), "energy": top.mean(), "entropy": entropy}
     return {name: float(n) for name, n in (numbers | {"largest": share.max()}).items()}
+
+
+def probes(rows: Iterable[Row], task: str, model: str) -> str:
+    """Return a table of the probe: means over layers, and the layer whose commonest largest channel is commonest."""
+    found = cells(rows, task, model)
+    lines = [["side", "layer", *(f"{number} {how}" for number in NUMBERS for how in TRANSFORMS)]]
+    for (_, side), layers in sorted(found.items()):
+        worst = max(layers, key=lambda name: layers[name]["largest none"])
+        for label, some in (("all", list(layers.values())), (worst, [layers[worst]])):
+            names = [f"{number} {how}" for number in NUMBERS for how in TRANSFORMS]
+            means = [sum(row[name] for row in some) / len(some) for name in names]
+            lines.append([side, label, *(f"{mean:.3g}" for mean in means)])
+    return markdown(lines)

@@ -33,7 +33,7 @@ from cuda_track.codec import transform
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.transform import Transform
 from experiments.papers import hook, runner
-from experiments.papers.hook import Key
+from experiments.papers.hook import TRANSFORMS, Key
 from experiments.papers.learned import train
 from experiments.papers.ratios import cells, markdown, more_perplexity, ratios, text
 from experiments.papers.runner import Subject, Variant
@@ -51,8 +51,6 @@ from mlxkv.formats.quantizers import Affine
 PAPER = "srft"
 TENSOR = -1  # a group: one scale for all that is coded in a call
 LENGTH, PER_TEXT = 512, 2  # tokens of a text of the hook, and texts of one of ours
-TRANSFORMS = ("none", "hadamard", "srft")
-NUMBERS = ("kurtosis", "energy", "entropy", "largest")  # of a probe
 PREFIX = 256  # tokens that a prefix's lambda is taken of
 ROWS = 4096  # calibration rows that a map is learned from
 HELD = 8  # one in so many calibration rows, the last, is held out
@@ -290,16 +288,13 @@ class More:
 
 PAIRS = (
     ("srft", "hadamard"),
-    ("srft-int3", "hadamard-int3"),
     ("none", "srft"),
     ("none+g32", "srft+g32"),
     ("srft+tensor", "srft"),
-    ("srft+g64", "srft"),
     ("srft+g32", "srft"),
     ("srft+g16", "srft+g32"),
     ("srft+lambda", "srft"),
     ("srft+lambda+g32", "srft+g32"),
-    ("srft+lambda+g32", "srft"),
     ("srft+lambda+g32", "none+lambda+g32"),
     ("srft+lambda-own+g32", "srft+lambda+g32"),
     ("srft+lambda-prefix+g32", "srft+lambda+g32"),
@@ -309,8 +304,6 @@ PAIRS = (
     ("none+learned-rotation+scale", "srft+learned-rotation+scale"),
     ("none+learned-householder+scale", "srft+learned-householder+scale"),
     ("before:srft", "srft"),
-    ("before:hadamard", "hadamard"),
-    ("before:none", "none"),
     ("before:srft+lambda+g32", "srft+lambda+g32"),
 )
 
@@ -340,19 +333,6 @@ def costs(rows: Sequence[Row], model: str) -> str:
     return markdown(lines)
 
 
-def probes(rows: Sequence[Row], model: str) -> str:
-    """Return a table of the probe: means over layers, and the layer whose commonest largest channel is commonest."""
-    found = cells(rows, f"{PAPER}.probe", model)
-    lines = [["side", "layer", *(f"{number} {how}" for number in NUMBERS for how in TRANSFORMS)]]
-    for (_, side), layers in sorted(found.items()):
-        worst = max(layers, key=lambda name: layers[name]["largest none"])
-        for label, some in (("all", list(layers.values())), (worst, [layers[worst]])):
-            names = [f"{number} {how}" for number in NUMBERS for how in TRANSFORMS]
-            means = [sum(row[name] for row in some) / len(some) for name in names]
-            lines.append([side, label, *(f"{mean:.3g}" for mean in means)])
-    return markdown(lines)
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = runner.parser(PAPER, __doc__).parse_args(arguments)
     more = More(args.dtype)
@@ -360,8 +340,9 @@ def main(arguments: list[str] | None = None) -> None:
     for model in args.models:
         name = Path(model).name.removesuffix(".gguf")
         rows = read([args.out / f"{name}.jsonl"])
-        for made in (costs(rows, name), ratios(rows, PAPER, name, PAIRS), probes(rows, name)):
-            print("\n" + made)
+        print("\n" + costs(rows, name))
+        print("\n" + ratios(rows, PAPER, name, PAIRS))
+        print("\n" + hook.probes(rows, f"{PAPER}.probe", name))
 
 
 if __name__ == "__main__":

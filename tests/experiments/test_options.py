@@ -21,7 +21,7 @@ NEEDED = {
     "peer_tests": ["--tests", "x"],
     "papers.humaneval": ["x"],
 }
-NEEDED |= {f"papers.{name}": [TINY] for name in ("polarquant", "srft")}
+NEEDED |= {f"papers.{name}": [TINY] for name in ("oscar", "polarquant", "srft")}
 
 
 def main_of(name):
