@@ -1,12 +1,12 @@
-"""`python -m experiments.codes_by_triton FILE`: golden rows of codebooks and polar keys by Triton, then the time of
-a token at 32K and 131,072 beside KIVI, on one NVIDIA GPU. Rows are written as they come; those there are not measured
-again.
+"""Check and time codebooks and polar keys by Triton: `python -m experiments.codes_by_triton FILE`, on one NVIDIA GPU.
+
+Golden rows come first, then the time of a token behind 32K and 131,072 tokens, beside KIVI. Rows are written as they
+come; those there are not measured again.
 """
 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 
 from cuda_track import bench
 from cuda_track.golden.kernels import codes_rows
+from experiments.options import Parser
 from mlxkv import console
 from mlxkv.errors import UserError
 
@@ -46,10 +47,10 @@ def measure(path: Path, cases: tuple[str, ...] = CASES, formats: tuple[str, ...]
                             done.add((case, row.kind))
 
 
-def main() -> None:
-    parser = ArgumentParser(description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("codes_by_triton", __doc__)
     parser.add_argument("rows", type=Path, help="JSON lines")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise UserError("[codes_by_triton] needs an NVIDIA GPU; got none; nothing to choose here")
     torch.set_default_device("cuda")

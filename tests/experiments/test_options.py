@@ -20,6 +20,7 @@ NEEDED = {
     "kernels_before": ["x"],
     "peer_tests": ["--tests", "x"],
     "papers.humaneval": ["x"],
+    "codes_by_triton": ["x"],
 }
 NEEDED |= {f"papers.{name}": [TINY] for name in ("oscar", "polarquant", "srft")}
 
