@@ -77,6 +77,17 @@ def update(u: np.ndarray, x: np.ndarray, rate: float, raw: bool = False) -> np.n
     return orthonormal(u + rate * step)
 
 
+def update_by_token(u: np.ndarray, x: np.ndarray, rate: float) -> np.ndarray:
+    """Return u [G, D, R] after rows x [G, N, D] one by one: y = U^T x, U + rate (x - U y) y^T (section 5.2), which is
+    orthonormalised once, after the last. Before that U and y grow together, so a step grows with the cube of U: it
+    leaves every range of numbers within a few rows of rate |x|^2 > 2."""
+    for t in range(x.shape[1]):
+        row = x[:, t, :, None]
+        y = u.swapaxes(-1, -2) @ row
+        u = u + rate * (row - u @ y) @ y.swapaxes(-1, -2)
+    return u
+
+
 def _regular(moment: np.ndarray) -> np.ndarray:
     size = moment.shape[-1]
     mean = np.trace(moment, axis1=-2, axis2=-1)[..., None, None] / size

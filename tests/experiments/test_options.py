@@ -22,7 +22,7 @@ NEEDED = {
     "papers.humaneval": ["x"],
     "codes_by_triton": ["x"],
 }
-NEEDED |= {f"papers.{name}": [TINY] for name in ("oscar", "polarquant", "srft")}
+NEEDED |= {f"papers.{name}": [TINY] for name in ("ojakv", "oscar", "polarquant", "srft")}
 
 
 def main_of(name):

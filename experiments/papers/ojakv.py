@@ -1,0 +1,405 @@
+"""Measure OjaKV (2509.21623) and its baselines on real models. Spec: `mlxkv.spec.oja`.
+
+Variants, each a share of the head dim (static-0.6) or a share of the energy (static-e0.95; A.2):
+
+    static-S         one basis of the calibration (StaticPCA; Eigen-N computes the same, A.3), no exact tokens
+    static-S+windows with the first and last 32 tokens exact (StaticPCA-H)
+    oja-S            updated by the prompt's salient tokens (Algorithm 1), the step normalised as the product's;
+                     +raw: as published; +token: token by token (5.2); +all: no exact tokens. Where an update is not
+                     finite, the basis stays as it was
+    oracle-S         the best basis of this very context: what following could reach
+    ...+int4         4-bit codes of what is stored; without it float16, 12 bits a value at .75
+
+Of each text these are rows, too; --skip leaves some out:
+
+    keep       variants of table 6 with half of the stored tokens dropped (SnapKV): NAME+keep0.5
+    subspace   residual-energy ratio and overlap (table 1) on the last half of the context: bases of the calibration, of
+               Oja's rule behind the first half, of the last half itself
+    update     heads whose update is not finite, tokens until then, what is left of the basis (overlap)
+    change     half a context of this text, then another kind: KL of 64 tokens behind 64, 128, ... tokens of the second
+               (A.6); updates every 32 tokens. +stay: old tokens are decoded by the newest basis
+
+    python -m experiments.papers.ojakv MODEL... --contexts 4k --dtype bfloat16 --over static-0.6+windows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from cuda_track.cache import adaptive, following
+from cuda_track.cache.view import View
+from cuda_track.codec.codec import Codec
+from cuda_track.codec.transform import Transform
+from cuda_track.models.taps import Call, observing
+from experiments.evidence.texts import Texts
+from experiments.papers import runner
+from experiments.papers.runner import Layer, Pair, Subject, Variant, pair_of
+from mlxkv import console
+from mlxkv.eval.rows import Row, Rows
+from mlxkv.formats.calibration import subspace
+from mlxkv.formats.calibration.artifact import SIDES
+from mlxkv.formats.lowrank import STAY, LowRank
+from mlxkv.formats.presets import low_rank
+from mlxkv.formats.quantizers import Affine, Half
+from mlxkv.spec import oja as spec
+
+SHARES = (0.6, 0.75, 0.8, 0.9)
+ENERGIES = (0.9, 0.95)
+PAGE = 32  # tokens: T of the paper
+NORMAL, RAW, TOKEN = RULES = "normal", "raw", "token"
+TABLE_6 = ("exact", "static-0.6+windows", "oja-0.6")
+CHANGED = ("static-0.6+windows", "oja-0.6", "oja-0.6+raw", "oja-0.6+stay", "oracle-0.6")
+READ = 64  # tokens behind each point of a change
+KEEP = 0.5
+EXTRAS = ("keep", "subspace", "update", "change")
+PLAIN = Variant(lambda layer, keys, values: (keys, values), 16, 32, 32, PAGE)
+FORMAL = ("code", "mathematics", "tables", "source-1", "source-2", "records")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is stored of both sides, and how its basis follows.
+
+    low: rank, rates, salient tokens. bits: of codes, 0: float16. rule: of updates. oracle: the context's own basis.
+    exact: first and last tokens that are not stored. prompt: its tokens; 0: all of the context, so nothing is decoded.
+    """
+
+    low: LowRank
+    bits: int = 0
+    rule: str = NORMAL
+    oracle: bool = False
+    exact: int = 32
+    prompt: int = 0
+
+
+def named() -> dict[str, Rank]:
+    """Return the variants by name."""
+    sizes = {f"{x:g}": LowRank(x) for x in SHARES} | {
+        f"e{x:g}": LowRank(energy=x) for x in ENERGIES
+    }
+    out = {}
+    for size, low in sizes.items():
+        still, moving = Rank(low), Rank(replace(low, follows=True))
+        for name, own in ((f"static-{size}+windows", still), (f"oja-{size}", moving)):
+            out |= {name: own, f"{name}+int4": replace(own, bits=4)}
+        out[f"static-{size}"] = replace(still, exact=0)
+        out[f"oja-{size}+all"] = replace(moving, exact=0)
+        out |= {f"oja-{size}+{rule}": replace(moving, rule=rule) for rule in (RAW, TOKEN)}
+        out[f"oracle-{size}"] = replace(still, oracle=True)
+    return {name: own for name, own in out.items() if not (own.bits and own.low.energy)}
+
+
+class Reading:
+    """What attention was called with as the model read a context last: queries, keys and values of all its tokens."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.calls = subject, {}
+        self._weights: dict[tuple[int, int, int], torch.Tensor] = {}
+        plain = subject.prefill
+
+        def prefill(tokens: Sequence[int]):
+            self.calls, self._weights = {}, {}
+            with observing(subject.model, self._observe):
+                return plain(tokens)
+
+        subject.prefill = prefill
+
+    def _observe(self, call: Call) -> None:
+        if call.layer in self.subject.growing:
+            self.calls[call.layer] = call
+
+    def weights(self, layer: int, prompt: int, window: int) -> torch.Tensor:
+        """Return how much the last `window` queries of a prompt look at each token, [1, G, T] (section 5.2)."""
+        key = layer, prompt, window
+        if key not in self._weights:
+            call = self.calls[layer]
+            view = View((call.keys[:, :, :prompt], call.values[:, :, :prompt]))
+            queries = call.queries[:, :, max(0, prompt - window) : prompt]
+            self._weights[key] = adaptive.importance(queries, view, call.scale)
+        return self._weights[key]
+
+    def salient(self, layer: int, prompt: int, low: LowRank) -> torch.Tensor:
+        """Return positions [N] of the prompt's tokens that teach a basis."""
+        count = max(1, round(low.salient * prompt))
+        return adaptive.salient(self.weights(layer, prompt, low.window), count)[0]
+
+
+# -- Bases.
+
+
+def moment(layer: Layer, side: str) -> torch.Tensor:
+    """Return what a basis is made of, [G, D, D]: the second moment of values, or of keys with that of queries."""
+    x = getattr(layer, side).double()
+    second = x.mT @ x / x.shape[1]
+    if side != SIDES[0]:
+        return second
+    return torch.from_numpy(
+        spec.stacked(layer.queries.double().cpu().numpy(), second.cpu().numpy())
+    )
+
+
+def first_basis(layer: Layer, side: str, low: LowRank) -> torch.Tensor:
+    """Return the basis of a layer's calibration rows [G, D, R] (A.2)."""
+
+    def made() -> torch.Tensor:
+        own = moment(layer, side).cpu().numpy()
+        rank = low.dims(own.shape[-1])
+        if low.energy:
+            rank = int(subspace.ranks(own, low.energy).max())
+        u = np.ascontiguousarray(subspace.basis(own, rank, low.mixed))
+        return torch.from_numpy(u).float().to(layer.keys.device)
+
+    return layer.once((side, low.share, low.energy, low.mixed), made)
+
+
+def step(u: torch.Tensor, x: torch.Tensor, rate: float, rule: str) -> torch.Tensor:
+    """Update u [G, D, R] by a batch x [G, N, D]; a head is left as it was where the result is not finite."""
+    if rule != TOKEN:
+        return following.update(u[None], x[None], rate, rule == RAW)[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = spec.update_by_token(u.cpu().numpy(), x.float().cpu().numpy(), rate)
+    moved = torch.from_numpy(moved).to(u)
+    sound = moved.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.where(sound, following.orthonormal(torch.where(sound, moved, u)), u)
+
+
+def variant(reading: Reading, rank: Rank) -> Variant:
+    """Return the variant that stores each page by the basis of its time."""
+    quantizer = Affine(rank.bits, 64) if rank.bits else Half()
+    config = low_rank(rank.low, quantizer, quantizer, rank.exact, PAGE)
+
+    def one(layer: Layer, side: str, x: torch.Tensor) -> torch.Tensor:
+        form, call = getattr(config, side), reading.calls[layer.index]
+        whole = getattr(call, side)[0].float()
+        prompt = rank.prompt or whole.shape[1]
+        u = first_basis(layer, side, form.low)
+        if rank.oracle:
+            call_rows = {name: getattr(call, name)[0].float() for name in SIDES}
+            q = call.queries[0].double().reshape(len(whole), -1, whole.shape[-1])
+            own = replace(layer, **call_rows, queries=q.mT @ q / q.shape[1], cache={})
+            u = first_basis(own, side, form.low)
+        if rank.low.follows:
+            at = reading.salient(layer.index, prompt, rank.low)
+            u = step(u, whole[:, at], rank.low.prefill_rate, rank.rule)
+        head = min(prompt - rank.exact, x.shape[1])
+        parts = [x[:, :head], *x[:, head:].split(PAGE, 1)]
+        stored = []
+        for i, part in enumerate(parts):
+            if i and rank.low.follows:
+                u = step(u, part, rank.low.decode_rate, rank.rule)
+            if part.shape[1]:
+                codec = Codec(form, x.shape[-1], PAGE, Transform(u, u.mT), x.device)
+                stored.append((codec.decode_stored(codec.encode(part[None]), torch.float32)[0], u))
+        newest = rank.low.stored == STAY
+        return torch.cat([y @ (u if newest else own).mT for y, own in stored], 1)
+
+    def store(layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        return one(layer, SIDES[0], keys), one(layer, SIDES[1], values)
+
+    def bits(dims: int) -> float:
+        if not rank.low.energy:
+            return config.bits_per_value(dims, dims)
+        layers = reading.subject.layers.values()
+        ranks = [first_basis(x, side, rank.low).shape[-1] for x in layers for side in SIDES]
+        return 16 * float(np.mean(ranks)) / dims
+
+    return Variant(store, bits, sink=rank.exact, recent=rank.exact, page=PAGE)
+
+
+def variants_of(subject: Subject, reading: Reading) -> Mapping[str, Callable[[], Variant]]:
+    out = {name: partial(variant, reading, rank) for name, rank in named().items()}
+    return out | {"exact": lambda: PLAIN, "int4": lambda: subject.preset("int4")}
+
+
+# -- More of a text than the runner measures. Each function returns numbers by the name of a row.
+
+
+def divergence(base: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return KL(base || own) [T] in nats of logits [T, vocabulary]."""
+    base, own = base.double().log_softmax(-1), own.double().log_softmax(-1)
+    return (base.exp() * (base - own)).sum(-1)
+
+
+def kept(
+    reading: Reading, made: Mapping[str, Variant], context: int, tokens: Sequence[int]
+) -> dict[str, dict]:
+    """Drop half of the stored tokens of each kv head by SnapKV's votes, and measure as the runner (table 6)."""
+    subject, names = reading.subject, [name for name in TABLE_6 if name in made]
+    cache = subject.prefill(tokens[:context])
+    rest, truth = tokens[context:-1], torch.tensor(tokens[context + 1 :])[:, None]
+    whole = {i: pair_of(cache, i) for i in subject.growing}
+    base = subject.go_on(cache, [whole], rest)[0].double().log_softmax(-1)
+    masks = {i: keeping(reading, i, context, PLAIN.stored(context)) for i in subject.growing}
+
+    def drop(call: Call) -> torch.Tensor | None:
+        if call.layer not in masks:
+            return None
+        new, total, groups = call.queries.shape[2], call.keys.shape[2], call.keys.shape[1]
+        mask = pad(masks[call.layer], (0, total - context), value=True)[:, None]
+        mask = mask & torch.ones(new, total, device=mask.device).tril(total - new).bool()
+        every = partial(torch.repeat_interleave, repeats=call.queries.shape[1] // groups)
+        k, v, mask = every(call.keys, dim=1), every(call.values, dim=1), every(mask, dim=0)
+        out = scaled_dot_product_attention(call.queries, k, v, mask, scale=call.scale)
+        return out - call.out
+
+    out = {}
+    for name in names:
+        stored = subject.reconstruct(cache, made[name])
+        with observing(subject.model, drop):
+            own = subject.go_on(cache, [stored], rest)[0].double().log_softmax(-1)
+        of_truth = (-x.gather(-1, truth.to(x.device)).mean() for x in (own, base))
+        numbers = {
+            "kl": divergence(base, own).mean(),
+            **dict(zip(("nll", "nll_base"), of_truth, strict=True)),
+        }
+        numbers["top1"] = (own.argmax(-1) == base.argmax(-1)).double().mean()
+        bits = KEEP * made[name].bits_of(whole[subject.growing[0]][0].shape[-1])
+        own = {key: float(x) for key, x in numbers.items()}
+        out[f"{name}+keep{KEEP:g}"] = own | {"bits": bits}
+    return out
+
+
+def keeping(reading: Reading, layer: int, context: int, part: slice) -> torch.Tensor:
+    """Return which tokens of a context stay, [G, T]: all but the half of `part` with fewer votes."""
+    votes = adaptive.votes(reading.weights(layer, context, PAGE))[0, :, part]
+    at = adaptive.kept(votes[None], max(1, round(KEEP * votes.shape[-1])))[0] + part.start
+    mask = torch.ones(len(at), context, dtype=torch.bool, device=at.device)
+    mask[:, part] = False
+    return mask.scatter(1, at, True)
+
+
+def subspaces(reading: Reading, low: LowRank, context: int) -> dict[str, dict]:
+    """Residual-energy ratios and overlaps of bases on the last half of a context (table 1), means over heads."""
+    begin, found = context // 2, {}
+    for i, layer in reading.subject.layers.items():
+        for side in SIDES:
+            whole = getattr(reading.calls[i], side)[0].float()
+            test = whole[:, begin:].double().cpu().numpy()
+            u = first_basis(layer, side, low)
+            best = spec.basis(test.swapaxes(-1, -2) @ test, u.shape[-1]).copy()
+            bases = {"calibration": u, "oracle": torch.from_numpy(best)}
+            at = reading.salient(i, begin, low)
+            for rule in RULES:
+                bases[f"oja {rule}"] = step(u, whole[:, at], low.prefill_rate, rule)
+            for rule in (NORMAL, RAW):
+                own = u
+                for page in whole[:, :begin].split(PAGE, 1):
+                    own = step(own, page, low.decode_rate, rule)
+                bases[f"oja {rule} every {PAGE}"] = own
+            rows = getattr(layer, side).double().cpu().numpy()
+            for name, basis in bases.items():
+                own = basis.double().cpu().numpy()
+                numbers = found.setdefault(name, {})
+                measured = (
+                    spec.residual(test, own),
+                    spec.overlap(own, best),
+                    spec.residual(rows, own),
+                )
+                for what, x in zip(("rer", "overlap", "rer_calibration"), measured, strict=True):
+                    numbers.setdefault(f"{what}_{side}", []).append(x)
+    return _means(found)
+
+
+def updates(reading: Reading, low: LowRank, context: int) -> dict[str, dict]:
+    """Measure one update by the prompt's salient tokens in float32: means over heads."""
+    found, rate = {}, low.prefill_rate
+    for i, side in product(reading.subject.growing, SIDES):
+        x = getattr(reading.calls[i], side)[0][:, reading.salient(i, context, low)].float()
+        u = first_basis(reading.subject.layers[i], side, low)
+        start, rows = u.cpu().numpy(), x.cpu().numpy()
+        own, until = start, np.full(len(start), float(x.shape[1]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for t in range(x.shape[1]):
+                own = spec.update_by_token(own, rows[:, t : t + 1], rate)
+                until = np.where(np.isfinite(own).all((-2, -1)), until, np.minimum(until, t))
+        gone = until < x.shape[1]
+        for rule in RULES:
+            left = spec.overlap(start, step(u, x, rate, rule).cpu().numpy())
+            numbers = {"overlap": left, "rate_energy": rate * np.square(rows).sum(-1).mean(-1)}
+            numbers |= {"not_finite": gone, "tokens_until": until} if rule == TOKEN else {}
+            for what, value in numbers.items():
+                found.setdefault(rule, {}).setdefault(f"{what}_{side}", []).append(value)
+    return _means(found)
+
+
+def _means(found: Mapping[str, Mapping[str, list]]) -> dict[str, dict]:
+    return {
+        name: {what: float(np.mean(np.concatenate(x))) for what, x in numbers.items()}
+        for name, numbers in found.items()
+    }
+
+
+def changed(
+    reading: Reading, first: Sequence[int], second: Sequence[int], at: int
+) -> dict[str, dict]:
+    """Read a prompt `first`, `at` tokens of another text as if decoded, and compare the READ tokens that follow."""
+    subject, known = reading.subject, named()
+    known["oja-0.6+stay"] = replace(
+        known["oja-0.6"], low=replace(known["oja-0.6"].low, stored=STAY)
+    )
+    cache = subject.prefill([*first, *second[:at]])
+    rest = second[at : at + READ]
+    whole = {i: pair_of(cache, i) for i in subject.growing}
+    base = subject.go_on(cache, [whole], rest)[0]
+    out = {}
+    for name in CHANGED:
+        own = variant(reading, replace(known[name], prompt=len(first)))
+        logits = subject.go_on(cache, [subject.reconstruct(cache, own)], rest)[0]
+        out[name] = {"kl_change": float(divergence(base, logits).mean())}
+    return out
+
+
+def more(subject, made, context, text, tokens, rows: Rows, readings, texts: Texts, args) -> None:
+    """Add the rows of EXTRAS of one context."""
+    reading, low = readings[subject.name], LowRank(0.6, follows=True)
+    state = runner.state_of(subject, tokens, args.dtype)
+
+    def add(task: str, text: str, make: Callable[[], dict[str, dict]], at: int = context) -> None:
+        done: Row = runner.identity(subject, f"ojakv {task}", "all", "32,32", text, at)
+        if task.split()[0] in args.skip or rows.get(done, state) is not None:
+            return
+        for name, numbers in make().items():
+            own = done | {"preset": name}
+            rows.add(own, state, numbers | {"dtype": args.dtype, "decode": args.decode})
+        rows.add(done, state, {})  # last: what is stopped is made again
+
+    add("keep", text, lambda: kept(reading, made, context, tokens))
+    measures = {"subspace": subspaces, "update": updates}
+    if measures.keys() - set(args.skip):
+        subject.prefill(tokens[:context])
+    for task, measure in measures.items():
+        add(task, text, partial(measure, reading, low, context))
+    half = context // 2 // PAGE * PAGE
+    other = "prose" if text in FORMAL else "source-1"
+    second = texts.tokens(subject.loaded, other, half + READ)
+    if second is None:
+        return
+    at = 64
+    while at <= half:
+        add(f"change {at}", f"{text}>{other}", partial(changed, reading, tokens[:half], second, at))
+        at *= 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = runner.parser("ojakv", __doc__)
+    options.add_argument("--skip", nargs="*", default=(), choices=EXTRAS)
+    args = options.parse_args(arguments)
+    readings: dict[str, Reading] = {}
+
+    def variants(subject: Subject) -> Mapping[str, Callable[[], Variant]]:
+        readings[subject.name] = Reading(subject)
+        return variants_of(subject, readings[subject.name])
+
+    texts = Texts(args.texts or args.out / "texts")
+    runner.run("ojakv", args, variants, partial(more, readings=readings, texts=texts, args=args))
+
+
+if __name__ == "__main__":
+    console.run_tool(main)
