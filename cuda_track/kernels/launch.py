@@ -105,8 +105,11 @@ def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch
     if isinstance(keys, BlockLayout) or isinstance(values, BlockLayout):
         return launch(dims, 0, padded)
     wide = keys.kind == "polar" or "codebook" in (keys.kind, values.kind) and values.bits == 4
-    if padded == LEAST_ROWS and wide and dims > 64:  # what does not spill; not measured yet
-        return Launch(dims // 64, 10 // (dims // 64))
+    if (
+        padded == LEAST_ROWS and wide and dims > 64
+    ):  # not measured yet; four warps of 256 dims: see `launch`
+        warps = 8 if keys.kind == "polar" and dims > 128 else 2
+        return Launch(warps, max(1, 10 // warps))
     return launch(dims, values.bits, padded)
 
 

@@ -87,7 +87,7 @@ def remove(name: str, yes: bool = False) -> None:
     """Delete a downloaded model, after a question at the terminal unless `yes`. Raises UserError."""
     name = name.strip()
     if name in PACKAGES and (file := kept(name)) is not None:
-        paths, size = [file], file.stat().st_size
+        path, size = file, file.stat().st_size
     else:
         repo = HUB.get(name, name)
         sizes = hub_cache()
@@ -97,22 +97,24 @@ def remove(name: str, yes: bool = False) -> None:
                 f"[models rm] not downloaded by mlxkv; got {name[:60]!r}; choose from "
                 f"{', '.join(known) or 'nothing: no model is here'}"
             )
-        paths, size = [_hub_folder(repo)], sizes[repo]
+        path, size = _hub_folder(repo), sizes[repo]
     if not yes:
         if not sys.stdin.isatty():
             raise UserError(
                 f"[models rm] deletes {human_bytes(size)}; got no terminal to ask at; say --yes"
             )
-        answer = input(f"Delete {name}, {human_bytes(size)}, in {paths[0]}? [y/N] ")
+        try:
+            answer = input(f"Delete {name}, {human_bytes(size)}, in {path}? [y/N] ")
+        except EOFError:  # Ctrl-D
+            answer = ""
         if answer.strip().lower() not in ("y", "yes"):
             note("nothing was deleted")
             return
     try:
-        for path in paths:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise UserError(
-            f"[models rm] cannot delete it ({error.strerror}); got {paths[0]}; delete it by hand"
+            f"[models rm] cannot delete it ({error.strerror}); got {path}; delete it by hand"
         ) from None
     note(f"deleted {name}, {human_bytes(size)}")
 

@@ -28,10 +28,7 @@ FAMILIES: dict[str, dict[str, float]] = {
 }
 # Of one architecture are many families; their templates tell: DeepSeek-R1's distilled models, which go round in circles
 # when they think greedily, and Llama 3 (generation_config.json of both).
-TEMPLATES = {
-    "<think>": {"temperature": 0.6, "top_p": 0.95},
-    "<|start_header_id|>": {"temperature": 0.6, "top_p": 0.9},
-}
+THINKING, LLAMA = {"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.9}
 # The lowest and the highest value that mlx-lm's samplers accept.
 LIMITS = {
     "temperature": (0.0, 100.0),
@@ -84,11 +81,13 @@ def of_gguf(header: Mapping[str, Any]) -> dict[str, Any]:
     if named["temperature"] is not None:
         # Stored in 32 bits: the intended number is the shortest that rounds to it.
         return {key: float(f"{x:.7g}") if isinstance(x, float) else x for key, x in named.items()}
-    family = FAMILIES.get(str(header.get("general.architecture")))
+    kind = str(header.get("general.architecture"))
     template = str(header.get("tokenizer.chat_template", ""))
-    if family is None and template:
-        family = next((one for mark, one in TEMPLATES.items() if mark in template), None)
-    return family if family is not None and template else {}
+    if not template:  # a base model
+        return {}
+    if "<think>" in template and kind != "qwen3":  # whose own settings are of thinking, too
+        return THINKING
+    return FAMILIES.get(kind, LLAMA if "<|start_header_id|>" in template else {})
 
 
 def _sampling(settings: Mapping[str, Any], vocabulary: int) -> Sampling:

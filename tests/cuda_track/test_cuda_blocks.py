@@ -16,6 +16,7 @@ pytest.importorskip(
 
 from triton.runtime import interpreter
 
+from cuda_track.cache.stores import codecs_of
 from cuda_track.codec import transform
 from cuda_track.codec.codec import Codec
 from cuda_track.kernels import launch, layout, record
@@ -300,9 +301,14 @@ def test_waves_of_programs_are_full(heads, pages, monkeypatch):
 
 
 def test_rows_of_256_dims_avoid_four_warps():
-    """By which values came out wrong on an H200, for more than eight rows of queries."""
+    """By which values came out wrong on an H200."""
     for bits in (2, 3, 4, 8):
         assert {launch.launch(256, bits, rows).warps for rows in (16, 32, 64, 128)} == {8}
+    for name in ("int4", "turbo-int4", "polar"):
+        config = parse_kv(name)
+        codecs = codecs_of(config, (256, 256), None, torch.device("cpu"))
+        for rows in (8, 16, 128):
+            assert launch.launch_for(layout.layouts(codecs), 256, rows).warps != 4
 
 
 def test_many_rows_of_queries_share_programs():

@@ -2,38 +2,25 @@
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_models import CALIBRATION, TINY, story_tokens
+from small_models import TINY, story_tokens
 
 from cuda_track.models.attach_model import attach, compressed_from
-from cuda_track.models.loader import load
 from cuda_track.models.taps import observing
 from cuda_track.models.transformers_compat import handed
 from experiments.papers import oscar, rivals, runner
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.eval.rows import Rows, read
-from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
 from mlxkv.spec import affine
 from mlxkv.spec import kvarn as kvarn_spec
 from mlxkv.spec import oscar as oscar_spec
 
 CONTEXT, DECODE = 64 + 64 + 3 * 64 + 10, 12  # as many pages are stored here as in a cache
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    torch.set_num_threads(1)
-    made = runner.Subject(
-        load(TINY, "fp16", "float32"), "tiny", tmp_path_factory.mktemp("out"), 600
-    )
-    made.calibration = artifact.read_calibration(Path(TINY) / CALIBRATION)
-    return made
 
 
 @pytest.fixture(scope="module")

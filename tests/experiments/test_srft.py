@@ -1,33 +1,19 @@
 """SRFT's experiment: its codes and learned maps against the law, keys before RoPE, the hook, the tables."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from small_models import CALIBRATION, TINY, story_tokens
+from small_models import TINY, story_tokens
 
-from cuda_track.models.loader import load
-from experiments.papers import encode, hook, learned, ratios, runner, srft
+from experiments.papers import encode, hook, learned, ratios, srft
 from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
 from mlxkv.eval.rows import read
-from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.spec import affine as spec
 from mlxkv.spec import learned as learned_spec
 
 CONTEXT, DECODE = 200, 8
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    torch.set_num_threads(1)
-    made = runner.Subject(
-        load(TINY, "fp16", "float32"), "tiny", tmp_path_factory.mktemp("out"), 600
-    )
-    made.calibration = artifact.read_calibration(Path(TINY) / CALIBRATION)
-    return made
 
 
 def rows_of(seed=0, dims=64):

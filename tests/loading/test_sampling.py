@@ -76,6 +76,9 @@ def test_a_gguf_file_says_it_or_its_family_does(tmp_path):
     assert read(general__architecture="qwen3") == Sampling()  # a base model, without a template
     thinking = {"general__architecture": "llama", "tokenizer__chat_template": "a <think> b"}
     assert read(**thinking) == Sampling(0.6, 0.95)
+    assert read(**thinking | {"general__architecture": "qwen2"}) == Sampling(0.6, 0.95)
+    assert read(**family | {"tokenizer__chat_template": "a <think> b"}).top_k == 20
+    assert read(**family | {"general__architecture": "qwen2"}).repetition_penalty == 1.05
     assert read(general__architecture="llama", tokenizer__chat_template="a") == Sampling()
     assert read_sampling(tmp_path, "smollm2", VOCABULARY, {}) == Sampling(0.2, 0.9)
 

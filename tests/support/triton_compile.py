@@ -207,7 +207,12 @@ CASES = {
     "attend int4": (attend_kernel, attending(SIDE), ("int4", 128), 1),
     "attend int2 channels": (*(attend_kernel, attending(INT2, **BY_CHANNEL), ("int2", 128), 1),),
     **{
-        f"attend codebook of {bits} bits": (attend_kernel, attending(side), ("int4", 128), 1)
+        f"attend codebook of {bits} bits": (
+            attend_kernel,
+            attending(side),
+            ("int4", 128),
+            1 + bits // 4,
+        )
         for bits, side in CODEBOOKS.items()
     },
     "attend codebook of 256 dims": (
@@ -218,7 +223,7 @@ CASES = {
     "attend polar keys": (
         attend_kernel,
         attending(POLAR, SHORT, T=32, PAGE=128, CHANNEL=128),
-        *(("int4", 128), 1),
+        *(("int4", 128), 2),
     ),
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (

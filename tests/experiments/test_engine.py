@@ -1,0 +1,47 @@
+"""What the experiment on vLLM computes of what an engine gives it."""
+
+import math
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import engine
+
+
+def test_speed_is_that_of_the_steps_in_which_all_requests_run():
+    """Two requests, of which the second starts 40 steps late, at half the speed: prefills count for nothing."""
+    steps, done = [], [0, 0]
+    clock = 0.0
+    while min(done) < engine.STEPS:
+        running = [i for i in (0, 1) if done[i] < engine.STEPS and (i == 0 or done[0] >= 40)]
+        clock += 5.0 if running == [0, 1] and not done[1] else 0.25 if len(running) == 2 else 0.5
+        for i in running:
+            done[i] += 1
+        steps.append((clock, list(done)))
+    assert engine.rate(steps) == pytest.approx(8.0)  # two tokens a quarter of a second
+
+
+def test_the_gap_is_that_of_the_first_other_token():
+    one = lambda **values: {int(k[1:]): SimpleNamespace(logprob=x) for k, x in values.items()}  # noqa: E731
+    alone = SimpleNamespace(
+        token_ids=[7, 8, 9], logprobs=[one(t7=-0.1), one(t8=-0.5, t5=-2.0), one(t9=0)]
+    )
+    assert engine.first_other([7, 5, 4], alone) == (1, 1.5)
+    assert engine.first_other([7, 6, 9], alone) == (1, math.inf)
+    assert engine.first_other([7, 8, 9], alone) == (engine.NEW, 0.0)
+
+
+def test_next_tokens_are_compared_by_text():
+    options = Namespace(cache="int4", model=Path("m"), dtype="float32")
+    p = {1: math.log(0.5), 2: math.log(0.25)}
+    q = {1: math.log(0.25), 2: math.log(0.5)}
+    row = engine.compared(
+        options, [[(1, p), (1, p)], [(2, p)] * 2], [[(1, p), (1, q)], [(2, p)] * 2]
+    )
+    assert row["same_of"] == [1, 2] and row["same_next"] == 75.0
+    # 1/2 ln 2 - 1/4 ln 2, in one of four places; the others as one lose nothing.
+    assert row["kl_of"] == [pytest.approx(math.log(2) / 8, abs=1e-6), 0.0]
+    assert row["widest_gap"] == pytest.approx(math.log(2), abs=1e-3)
+    assert row["nll_lost"] == pytest.approx(math.log(2) / 4, abs=1e-4)
