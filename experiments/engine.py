@@ -47,6 +47,7 @@ SHAPE = {
 }
 GRAPHS = [1, 2, 4, 8, 16, 32, 64]
 CONTEXT, CHUNK, LIKELIEST, NEW, STEPS = 4096, 2048, 20, 64, 200
+BESIDE_OTHERS = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}  # on a GPU
 
 
 def shape_folder(to: Path) -> Path:
@@ -233,8 +234,8 @@ def quality(options: Namespace) -> None:
     prompts = prompts_of(options)
     llm = engine(
         options, str(options.model), max_model_len=CONTEXT + 512, enforce_eager=True,
-        gpu_memory_utilization=0.35, enable_prefix_caching=True, max_logprobs=LIKELIEST,
-        dtype=options.dtype, max_num_seqs=16, max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=True, max_logprobs=LIKELIEST, dtype=options.dtype, max_num_seqs=16,
+        max_num_batched_tokens=CHUNK, **BESIDE_OTHERS,
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=LIKELIEST, detokenize=False)
     texts = [[] for _ in prompts]
@@ -361,7 +362,7 @@ def load(options: Namespace) -> None:
         options, str(options.model), max_model_len=options.length + NEW, dtype=options.dtype,
         max_num_seqs=64, enable_prefix_caching=True, num_gpu_blocks_override=options.blocks,
         max_num_batched_tokens=CHUNK, tensor_parallel_size=options.gpus, disable_log_stats=False,
-        gpu_memory_utilization=0.4, max_logprobs=LIKELIEST, **more,
+        max_logprobs=LIKELIEST, **BESIDE_OTHERS, **more,
     )  # fmt: skip
     start, found, cancelled = time.time(), {}, range(options.requests * 2 // 10, options.requests)
     cancelled = [str(i) for i in cancelled[: options.requests * 32 // 200]]
