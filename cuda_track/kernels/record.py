@@ -73,5 +73,6 @@ class Record:
 
 def stride(side: Stored) -> int:
     """Return how many 32-bit words lie between two records."""
-    x = side["words"]
+    # Not of `words`: a token of 32 bits has none, and strides of nothing say nothing.
+    x = side["numbers"]
     return x.stride(0) * x.element_size() // (WORD * x.shape[1])

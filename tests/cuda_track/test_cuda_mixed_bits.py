@@ -145,6 +145,7 @@ CASES = {
     "fewer dims": (64, 4, 2, 1, 2, (8, 4, 1), (2, 1), torch.float16),
     "odd numbers of blocks": (128, 8, 2, 1, 1, (4, 4, 3, 3, 2, 2, 1), (3, 2, 2), torch.bfloat16),
     "a draft": (64, 2, 1, 4, 1, (8, 3, 3, 1), (4, 2, 1), torch.float32),
+    "half a tile of values": (64, 4, 2, 1, 2, (4, 2), (2,), torch.bfloat16),
     "many rows": (64, 6, 1, 4, 1, (3,), (1, 1), torch.float16),
     "wide": (256, 2, 1, 1, 1, (8, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 1), torch.float16),
 }
