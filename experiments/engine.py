@@ -13,7 +13,8 @@ requests of a batch run, after a prefix hit, the better of two times. Quality: 1
 tokens of context, the next 128, one a request behind a prefix hit, against vLLM's own cache in the model's type; KL
 over the 20 likeliest tokens, and the rest as one. Alone: the same in transformers. Load: 200 requests of a shared and
 an own text through a cache that holds few of them, 32 of them cancelled, against the same requests one by one: how many
-tokens are the same up to the first other one, and by how many nats that one was less likely.
+tokens are the same up to the first other one, and by how many nats that one was less likely. Each of those is also
+asked twice in a row, the second time behind its own prefix: what codes alone change.
 """
 
 # vLLM is an optional dependency.
@@ -202,7 +203,11 @@ def table(path: Path) -> str:
         name = f"{batch} x {context:,}"
         out += [
             line(f"{name}: tokens a second (over bf16)", cell("tokens_s", ".0f", "auto")),
-            line(f"{name}: over fp8", cell("tokens_s", "", "fp8", only=True)),
+            *(
+                [line(f"{name}: over fp8", cell("tokens_s", "", "fp8", only=True))]
+                if "fp8" in caches
+                else []
+            ),
             line(f"{name}: ms a step", cell("step_ms", ".2f")),
             line(f"{name}: prefill, s (over bf16)", cell("prefill_s", ".2f", "auto")),
             line(f"{name}: first tokens after a prefix hit, s", cell("hit_s", ".2f")),
@@ -218,13 +223,13 @@ def quality_table(rows: list[dict]) -> str:
     for row in rows:
         of_each = row["tokens"] / row["texts"]
         same = intervals.share([100 * n / of_each for n in row["same_of"]])
-        kl = intervals.mean(row["kl_of"])
+        kl = "not finite"
+        if all(map(math.isfinite, row["kl_of"])):
+            of_texts = intervals.mean(row["kl_of"])
+            kl = f"{of_texts.value:.4f} [{of_texts.low:.4f}, {of_texts.high:.4f}]"
         name = row["cache"] + (", cuda_track alone" if row["engine"] == "alone" else "")
         shares = f"{same.value:.1f} [{same.low:.1f}, {same.high:.1f}]"
-        out.append(
-            f"| {name} | {row['model']} | {shares} | {kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}] | "
-            f"{row['nll_lost']:.4f} |"
-        )
+        out.append(f"| {name} | {row['model']} | {shares} | {kl} | {row['nll_lost']:.4f} |")
     return "\n".join(out)
 
 
@@ -376,7 +381,7 @@ def load(options: Namespace) -> None:
         for out in llm.llm_engine.step():
             if out.finished and out.outputs[0].finish_reason != "abort":
                 found[int(out.request_id.split("-")[0])] = list(out.outputs[0].token_ids)
-    took, alone, pairs = time.time() - start, {}, []
+    took, alone, pairs, behind = time.time() - start, {}, {}, {}
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     again = SamplingParams(
         max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
@@ -384,10 +389,10 @@ def load(options: Namespace) -> None:
     for i in range(options.alone):
         llm.reset_prefix_cache()
         given = {"prompt_token_ids": prompts[i]}
-        out = llm.generate(given, again, use_tqdm=False)[0].outputs[0]
-        alone[i] = list(out.token_ids)
+        out, second = (llm.generate(given, again, use_tqdm=False)[0].outputs[0] for _ in range(2))
+        alone[i], behind[i] = list(out.token_ids), first_other(list(second.token_ids), out)
         if i in found:
-            pairs.append(first_other(found[i], out))
+            pairs[i] = first_other(found[i], out)
     write(options, {
         "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus,
         "drafts": options.drafts, "requests": len(prompts), "cancelled": len(cancelled),
@@ -396,11 +401,19 @@ def load(options: Namespace) -> None:
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
         "used_after": metrics.get("vllm:kv_cache_usage_perc"),
-        "compared": len(pairs), "same_texts": sum(n == NEW for n, _ in pairs),
-        "same_tokens": round(100 * sum(n for n, _ in pairs) / (NEW * max(len(pairs), 1)), 2),
-        "widest_gap": round(max((gap for _, gap in pairs), default=0.0), 3),
+        "compared": len(pairs), **told(pairs, ""), **told(behind, "behind_"),
     })  # fmt: skip
     Path(f"{options.output}.{options.cache}.{options.gpus}.json").write_text(json.dumps(alone))
+
+
+def told(pairs: dict[int, tuple[int, float]], of: str) -> dict:
+    """Return what a row says of texts by request: where each leaves the other one, and by how many nats."""
+    places, gaps = [n for n, _ in pairs.values()], [gap for _, gap in pairs.values()]
+    return {
+        f"{of}same_texts": places.count(NEW), f"{of}widest_gap": round(max(gaps, default=0.0), 3),
+        f"{of}same_tokens": round(100 * sum(places) / (NEW * max(len(places), 1)), 2),
+        f"{of}others": [(i, n, round(gap, 3)) for i, (n, gap) in pairs.items() if n < NEW],
+    }  # fmt: skip
 
 
 def first_other(tokens: list[int], alone) -> tuple[int, float]:

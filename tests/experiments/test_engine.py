@@ -33,6 +33,25 @@ def test_the_gap_is_that_of_the_first_other_token():
     assert engine.first_other([7, 8, 9], alone) == (engine.NEW, 0.0)
 
 
+def test_texts_that_part_are_told_by_request():
+    made = engine.told({3: (engine.NEW, 0.0), 5: (16, 1.375)}, "behind_")
+    assert made == {
+        "behind_same_texts": 1,
+        "behind_widest_gap": 1.375,
+        "behind_same_tokens": 62.5,
+        "behind_others": [(5, 16, 1.375)],
+    }
+    assert engine.told({}, "")["widest_gap"] == 0.0
+
+
+def test_rows_that_are_not_finite_say_so():
+    row = {"cache": "x", "model": "m", "engine": "vllm", "texts": 6, "tokens": 24, "nll_lost": 1.0}
+    (_, _, line) = engine.quality_table(
+        [row | {"same_of": [1, 2, 3] * 2, "kl_of": [0.1] * 5 + [math.nan]}]
+    ).split("\n")
+    assert "| not finite |" in line
+
+
 def test_next_tokens_are_compared_by_text():
     options = Namespace(cache="int4", model=Path("m"), dtype="float32")
     p = {1: math.log(0.5), 2: math.log(0.25)}
