@@ -163,8 +163,6 @@ PAPERS = {
     "Han: 3.875 bits beat scalar codes": f"{over('polar-tree', 'turbo-int4', [SMOL])} and "
     f"{over('polar-tree', 'turbo-int4', [GEMMA])} times TurboQuant's KL at {bits('turbo-int4', SMOL, GEMMA)} bits; "
     f"both collapse on Qwen ({over('polar-tree', 'turbo-int4', [QWEN])})",
-    "TurboQuant: 2.5 bits near": f"there KL is .034 and .012; on real models at {bits('turbo-int2', SMOL, GEMMA)} bits "
-    f"{kl('turbo-int2')}",
     "KVarN: far ahead": f"of the KL of mlx-lm's codes {over('kvarn-int2', 'naive-int2')}; its own KL is "
     f"{kl('kvarn-int2')}, KIVI's ({bits('kivi-int2', QWEN)} bits) {kl('kivi-int2')}",
     "low rank is worth its bytes": "KL of `oja-0.75+int4` over `int3` at nearly the same bits: "

@@ -1,0 +1,243 @@
+"""Write docs/results/papers.md from rows: `python -m experiments.papers.page`.
+
+`papers_page.txt` beside this file is the page with Python between braces: calls of the functions of `Figures`, whose
+results are figures of docs/results/papers/PAPER-MODEL.jsonl.gz. --keep FOLDER first stores the rows of a run there,
+FOLDER/PAPER/MODEL.jsonl each, without what the page does not need. A picture a paper is drawn from the same rows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import floor, log10
+from pathlib import Path
+
+from experiments.options import Parser
+from experiments.papers.ratios import more_perplexity
+from mlxkv import console
+from mlxkv.errors import UserError
+from mlxkv.eval import intervals, plots
+from mlxkv.eval.rows import Row, read
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = Path(__file__).parent / "papers_page.txt"
+PAGE = ROOT / "docs" / "results" / "papers.md"
+ROWS = PAGE.parent / "papers"
+MODELS = {
+    "SmolLM2-135M-Instruct": "SmolLM2",
+    "gemma-3-270m": "Gemma",
+    "Qwen2.5-Coder-0.5B-Instruct": "Qwen",
+    "Qwen2.5-Coder-1.5B-Instruct": "Qwen 1.5B",
+}
+NOT_KEPT = {"state", "dtype", "decode", "seed", "versions", "kl_p99"}
+DIGITS = 5  # of a number of a row
+CALL = re.compile(r"\{([^{}]+)\}")
+COLOURS = ("#0b5cad", "#15803d", "#c2410c", "#7c3aed")
+Texts = dict[str, Row]
+
+
+def keep(folder: Path, to: Path = ROWS) -> None:
+    """Store the rows of FOLDER/PAPER/MODEL.jsonl as PAPER-MODEL.jsonl.gz. Raises UserError."""
+    files = sorted(folder.glob("*/*.jsonl"))
+    if not files:
+        raise UserError(f"[--keep] no rows; got {folder}; run experiments.papers.oscar first")
+    to.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        lines = [json.dumps(_short(row)) for row in read([file])]
+        packed = gzip.compress("\n".join(lines).encode(), mtime=0)
+        (to / f"{file.parent.name}-{file.stem}.jsonl.gz").write_bytes(packed)
+
+
+def _short(row: Row) -> Row:
+    def rounded(x: object) -> object:
+        return float(f"{x:.{DIGITS}g}") if isinstance(x, float) else x
+
+    return {name: rounded(x) for name, x in row.items() if name not in NOT_KEPT}
+
+
+def number(x: float) -> str:
+    """Return x as pages write it: two digits or more, no zero in front of the point."""
+    if x == 0 or abs(x) >= 100:
+        return f"{x:,.0f}"
+    places = max(0, 1 - floor(log10(abs(x))))
+    return re.sub(r"^(-?)0\.", r"\1.", f"{x:.{places}f}")
+
+
+def bracketed(x: intervals.Interval) -> str:
+    limits = f" [{number(x.limits[0])}, {number(x.limits[1])}]" if x.known else ""
+    return number(x.value) + limits
+
+
+class Figures:
+    """What the template calls. Every result names the models that have rows, in the order of MODELS."""
+
+    def __init__(self, folder: Path = ROWS):
+        self.folder = folder
+
+    @cached_property
+    def _cells(self) -> dict[tuple[str, str, str], Texts]:
+        out: dict[tuple[str, str, str], Texts] = {}
+        for row in read(sorted(self.folder.glob("*.jsonl.gz"))):
+            key = row["task"], row["model"], row["preset"]
+            out.setdefault(key, {})[row["text"]] = row
+        return out
+
+    def texts(self, task: str, variant: str, model: str) -> Texts:
+        """Return the rows of a variant by text, none where it was not measured."""
+        return self._cells.get((task, model, variant), {})
+
+    def each(
+        self, of_model: Callable[[str], str | None], task: str, only: str = "", same: bool = False
+    ) -> str:
+        """Return "MODEL RESULT" of the models that have one. only: short names by commas; of one, the result
+        alone. same: alone, too, where all agree. Raises UserError if there is none."""
+        chosen = only.split(", ") if only else list(MODELS.values())
+        found = [(short, of_model(m)) for m, short in MODELS.items() if short in chosen]
+        said = {short: text for short, text in found if text is not None}
+        if not said:
+            raise UserError(f"[papers.page] no rows; got {task} of {', '.join(chosen)}")
+        if len(chosen) == 1 or (same and len(set(said.values())) == 1):
+            return next(iter(said.values()))
+        return ", ".join(f"{short} {text}" for short, text in said.items())
+
+    def kl(self, task: str, variant: str, only: str = "") -> str:
+        """Return mean KL over texts, nats."""
+        return self.mean(task, variant, "kl", only)
+
+    def mean(self, task: str, variant: str, column: str, only: str = "", same: bool = False) -> str:
+        """Return the mean of a column over rows."""
+
+        def of(model: str) -> str | None:
+            rows = self.texts(task, variant, model).values()
+            values = [row[column] for row in rows if column in row]
+            return number(sum(values) / len(values)) if values else None
+
+        return self.each(of, task, only, same)
+
+    def over(self, task: str, variant: str, other: str, only: str = "") -> str:
+        """Return mean KL over that of another variant on the same texts, with its interval of 95 %."""
+
+        def of(model: str) -> str | None:
+            ours, theirs = (self.texts(task, name, model) for name in (variant, other))
+            both = [text for text in ours if text in theirs]
+            pair = ([side[text]["kl"] for text in both] for side in (ours, theirs))
+            return bracketed(intervals.ratio(*pair)) if both else None
+
+        return self.each(of, task, only)
+
+    def perplexity(self, task: str, variant: str, only: str = "") -> str:
+        """Return how much a variant adds to perplexity."""
+
+        def of(model: str) -> str | None:
+            rows = self.texts(task, variant, model).values()
+            return f"+{number(more_perplexity(rows))}" if rows else None
+
+        return self.each(of, task, only)
+
+    def bits(self, task: str, variant: str, only: str = "") -> str:
+        """Return stored bits a value."""
+        return self.mean(task, variant, "bits", only, same=True)
+
+    def counted(self, task: str, variant: str, only: str = "") -> str:
+        """Return of how many texts there are rows."""
+        return self.each(lambda m: str(len(self.texts(task, variant, m)) or "") or None, task, only)
+
+
+def page(figures: Figures) -> str:
+    """Return the text of the page. Raises UserError for a call that has no rows."""
+    names = {name: getattr(figures, name) for name in vars(Figures) if not name.startswith("_")}
+
+    def called(match: re.Match) -> str:
+        try:
+            return eval(match[1], {"__builtins__": {}}, names)
+        except (SyntaxError, NameError, TypeError) as error:
+            raise UserError(f"[{TEMPLATE.name}] {error}; got {match[1]}") from None
+
+    return CALL.sub(called, TEMPLATE.read_text(encoding="utf-8"))
+
+
+# -- Pictures: KL, or more perplexity, of variants.
+
+PICTURES: dict[str, tuple[str, str, Sequence[str]]] = {  # paper: task, title, variants
+    "oscar": (
+        "oscar",
+        "OSCAR at 2.5 bits: parts (its table 4), rotations, and keys made even",
+        (
+            *("oscar-none", "oscar-u", "oscar-h", "oscar", "oscar+layer", "oscar+lloyd"),
+            *("oscar+centroids", "oscar+even", "kivi-int2", "fill-2.25"),
+        ),
+    ),
+    "polarquant": (
+        "polarquant",
+        "Codes of keys alone, values exact: pairs as radius and angle, and scalar codes",
+        (
+            *("wu-r4t4/fp16", "wu-r4t4+unwrapped/fp16", "channel-4+g128/fp16", "turbo-4/fp16"),
+            *("wu-r3t3/fp16", "wu-r3t3+unwrapped/fp16", "channel-3+g128/fp16", "turbo-3/fp16"),
+            *("han/fp16", "han+plain/fp16"),
+        ),
+    ),
+    "srft": (
+        "srft.hook",
+        "4 bits by the paper's hook: more perplexity of 512 tokens, none exact",
+        (
+            *("none", "srft", "hadamard", "srft+tensor", "srft+g32", "srft+lambda+g32"),
+            *("none+g32", "none+lambda+g32", "none+learned-scale", "srft+learned-scale"),
+        ),
+    ),
+    "ojakv": (
+        "ojakv",
+        "Low rank: a fixed basis, one that follows the text, the best one of this text",
+        (
+            *("static-0.6", "static-0.6+windows", "static-0.6+windows+int4", "oja-0.6"),
+            *("oracle-0.6", "static-0.9+windows", "oja-0.9", "oracle-0.9", "oja-0.6+raw", "int4"),
+        ),
+    ),
+}
+
+
+def picture(figures: Figures, paper: str) -> str:
+    """Return the SVG of a paper's variants, a mark a model."""
+    task, title, variants = PICTURES[paper]
+    hook = task.endswith(".hook")
+    with plots.pyplot() as plt:
+        figure, axis = plt.subplots(figsize=(9.5, 0.42 * len(variants) + 1.6))
+        for (model, short), colour in zip(MODELS.items(), COLOURS, strict=True):
+            points = []
+            for line, variant in enumerate(reversed(variants)):
+                rows = list(figures.texts(task, variant, model).values())
+                if rows:
+                    kl = sum(row["kl"] for row in rows) / len(rows) if not hook else 0.0
+                    points.append((more_perplexity(rows) if hook else kl, line))
+            if points:
+                axis.plot(*zip(*points, strict=True), "o", color=colour, label=short)
+        axis.set_xscale("symlog", linthresh=1) if hook else axis.set_xscale("log")
+        axis.set_yticks(range(len(variants)), reversed(variants))
+        axis.set_xlabel("more perplexity" if hook else "mean KL over texts (nats)")
+        axis.set_title(title)
+        axis.grid(axis="x", alpha=0.3)
+        axis.legend(loc="best")
+        figure.tight_layout()
+        return plots.svg(figure)
+
+
+def write(figures: Figures) -> None:
+    """Write the page and its pictures."""
+    for paper in PICTURES:
+        (ROWS / f"{paper}.svg").write_text(picture(figures, paper), encoding="utf-8")
+    PAGE.write_text(page(figures), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("papers.page", __doc__)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of a run, stored first")
+    args = parser.parse_args(arguments)
+    if args.keep:
+        keep(args.keep)
+    write(Figures())
+
+
+if __name__ == "__main__":
+    console.run_tool(main)
