@@ -21,6 +21,7 @@ from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.catalog.aliases import DEFAULT, complete_model, is_model, resolve
 from mlxkv.catalog.hub import require
+from mlxkv.chat import pack
 from mlxkv.chat.options import ChatOptions
 from mlxkv.console import STREAMS, note, one_line, working
 from mlxkv.errors import MachineError, UserError
@@ -42,6 +43,11 @@ COLUMN = 23  # letters of an option's name before its text
 EXAMPLES = {
     "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
     "chat": ("mlxkv chat -m qwen3-4b", 'cat notes.txt | mlxkv chat -m qwen3-4b "Summarise"'),
+    "read": (
+        "mlxkv read manual.md -m qwen3-4b --kv 3",
+        "mlxkv read *.py -o code --add manual.kvpack",
+    ),
+    "info": ("mlxkv info manual.kvpack", "mlxkv info notes.safetensors --json"),
     "demo": ("mlxkv demo", "mlxkv demo -m qwen3-4b --kv 3"),
     "serve": ("mlxkv serve -m qwen3-4b", "mlxkv serve -m gpt-oss-20b --kv-memory 8GB --port 8081"),
     "run": ("mlxkv run --kv int4 -- mlx_lm.chat --model MODEL", "mlxkv run -- python agent.py"),
@@ -260,10 +266,23 @@ def taking(kind: type) -> Callable[[Callable], Callable]:
 @taking(ChatOptions)
 def chat(**values) -> None:
     """Talk to a model in the terminal, or ask one question: mlxkv chat "Why is the sky blue?"."""
+    if values["pack"] is not None:
+        head = pack.header_of(values["pack"])
+        values["model"], values["kv"] = pack.defaults_of(head, values["model"], values["kv"])
     options = ChatOptions(**values)
     from mlxkv.chat.run import run_chat
 
     run_chat(options)
+
+
+@app.command(cls=Command)
+@taking(pack.ReadOptions)
+def read(**values) -> None:
+    """Read files once into a pack, behind which chats begin at once: chat --with, serve --pack."""
+    pack.run_read(pack.ReadOptions(**values))
+
+
+app.command(cls=Command)(pack.info)
 
 
 @app.command(cls=Command)

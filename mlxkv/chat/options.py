@@ -85,6 +85,15 @@ class ChatOptions:
     load: Annotated[
         str | None, Option(help="Continue a saved session.", rich_help_panel="Model")
     ] = None
+    pack: Annotated[
+        str | None,
+        Option(
+            "--with",
+            metavar="PACK",
+            help="Begin behind a pack of mlxkv read, with its model and preset.",
+            rich_help_panel="Model",
+        ),
+    ] = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None
@@ -100,6 +109,11 @@ class ChatOptions:
             raise UserError(f"[--max-tokens] must be at least 1; got {self.max_tokens}")
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
+        for other in ("load", "system"):
+            if self.pack is not None and getattr(self, other) is not None:
+                raise UserError(
+                    f"[--with] a pack begins the conversation; got --{other}, too; leave one of them out"
+                )
         check_sampling(self.temp, self.top_p)
         _ = self.cache
         dtype_name(self.dtype)
@@ -113,6 +127,11 @@ class ChatOptions:
     def preset(self) -> str:
         """Return the canonical name of `--kv`."""
         return canonical(self.kv)
+
+    @property
+    def saved(self) -> str | None:
+        """Return the session or the pack to continue, or None."""
+        return self.pack if self.load is None else self.load
 
     @property
     def cache(self) -> CacheConfig:

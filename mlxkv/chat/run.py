@@ -28,8 +28,8 @@ def run_chat(options: ChatOptions) -> None:
         )
     source = resolve(options.model)
     require(source)
-    if options.load is not None:
-        check_session(options.load, options, source)
+    if options.saved is not None:
+        check_session(options.saved, options, source)
     prompt = read_prompt(options)
     if prompt is not None and not prompt.strip():
         raise UserError("[chat] empty prompt; pass --prompt TEXT or pipe some text in")
@@ -57,14 +57,14 @@ def read_prompt(options: ChatOptions) -> str | None:
     return f"{piped}\n\n{words}"
 
 
-def text_of(data: bytes) -> str:
-    """Decode piped text: UTF-8, or UTF-16 with its byte order mark. Invalid bytes are replaced.
-    Raises UserError for a file that is not text, such as a PDF."""
+def text_of(data: bytes, where: str = "stdin") -> str:
+    """Decode text: UTF-8, or UTF-16 with its byte order mark. Invalid bytes are replaced. Raises UserError, `where` in
+    brackets, for bytes that are not text, such as a PDF."""
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
     if "\0" in text or text.count("\ufffd") > BROKEN * len(text):
         raise UserError(
-            f"[stdin] not text; got {human_bytes(len(data))} that begin with {data[:8]!r}; pipe plain text in "
+            f"[{where}] not text; got {human_bytes(len(data))} that begin with {data[:8]!r}; pipe plain text in "
             "UTF-8: pdftotext FILE - makes it of a PDF"
         )
     return text.replace("\r\n", "\n")
@@ -86,14 +86,19 @@ def check_session(load: str, options: ChatOptions, source: Source) -> None:
     """Raise UserError, before the model is read, if the header of the saved session `load` names another cache or
     another model. The rest of the file is checked when it is read."""
     head = files.read_header(files.file_named(load))
-    if head.path.suffix != files.ENDING:
+    if head.path.suffix not in files.ENDINGS:
         raise head.wrong("is not a session saved by mlxkv chat")
+    check_model(head, options.model, source)
+    files.check_cache(head, options.preset, options.cache)
+
+
+def check_model(head: files.SessionHeader, model: str, source: Source) -> None:
+    """Raise UserError unless this version reads the file, and it is of this model, as far as a header tells."""
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
         model_fingerprint = fingerprint(folder.check_folder(source.folder))
         if head.entries["fingerprint"] != model_fingerprint:
             raise head.wrong(
                 f"belongs to another model; got {files.printable(head.entries['model'])}; this is "
-                f"{options.model.strip()}"
+                f"{model.strip()}"
             )
-    files.check_cache(head, options.preset, options.cache)

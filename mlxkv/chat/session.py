@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from os.path import commonprefix
+from pathlib import Path
 
 import mlx.core as mx
 
 from mlxkv import console, errors
 from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.session import PackedFile
 from mlxkv.generate import prompt_cache
-from mlxkv.generate.generation import Stats, new_cache, stream
+from mlxkv.generate.generation import Stats, new_cache, read, stream
 from mlxkv.generate.prompt_escaping import PromptEscaper, cut_front
 from mlxkv.generate.roles import Thinking, takes_system, without_system
 from mlxkv.generate.usage import Usage, projected, usage
@@ -55,19 +57,46 @@ class Session:
             )
         self.escaper, self.thinking = PromptEscaper(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.limit = loaded.context or 0
+        self._packed: list[int] = []  # tokens of the pack that the conversation began with
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation; keep the system prompt."""
+        """Forget the conversation; keep the system prompt, and the pack."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.stats, self.opened, self._prefix = Stats(), False, []
-        self._forget_cache()
+        if self._packed:
+            self._reuse([*self._packed, -1])
+            self.text = ""
+        else:
+            self._forget_cache()
 
     def _forget_cache(self) -> None:
         """Start a new cache; the next turn reads the whole conversation again."""
         self.cache = new_cache(self.loaded)
         self.tokens: list[int] = []
         self.text = ""
+
+    def read(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Read what every next question begins with, without a reply. Returns whether all of it was read."""
+        tokens = self._start()
+        if self.limit and len(tokens) >= self.limit:
+            raise UserError(
+                f"[read] longer than the model's context; got {len(tokens):,} tokens; {self.loaded.name} takes "
+                f"{self.limit:,}, questions and replies included; read less"
+            )
+        reused = self._reuse([*tokens, -1])
+        held = read(self.loaded, tokens[reused:], self.cache, progress, stop)
+        self.tokens, self.text = tokens[: reused + held], ""
+        return len(self.tokens) == len(tokens)
+
+    def _start(self) -> list[int]:
+        """Return the tokens with which every next question begins."""
+        asked = ([*self.messages, {"role": "user", "content": words}] for words in ("0", "Who?"))
+        return list(commonprefix([self._render(messages)[1] for messages in asked]))
 
     def ask(
         self,
@@ -272,8 +301,17 @@ class Session:
         with console.hold_signals():
             return prompt_cache.save(name, saved, self.loaded)
 
-    def load(self, name: str) -> None:
-        """Replace the session by a saved one. Raises UserError, and changes nothing, for a file that is refused."""
+    def pack(self, path: Path, files: list[PackedFile], asked: str) -> None:
+        """Write what was read as a pack. files: its sources. asked: how to name the model."""
+        saved = prompt_cache.Saved(
+            self.cache, self.tokens, self.messages, "", self.raw, files, asked
+        )
+        with console.hold_signals():
+            prompt_cache.write(path, saved, self.loaded, "read")
+
+    def load(self, name: str) -> prompt_cache.Saved:
+        """Replace the session by a saved one, and return it. Raises UserError, and changes nothing, for a file that is
+        refused."""
         saved = prompt_cache.load(name, self.loaded)
         if saved.raw != self.raw:
             raise UserError(
@@ -282,4 +320,7 @@ class Session:
             )
         self.cache, self.tokens = saved.cache, saved.tokens
         self.messages, self.text = saved.messages, saved.text
-        self.stats = Stats()
+        self.stats, self._packed = Stats(), []
+        if saved.files:
+            self.system, self._packed = saved.messages[0]["content"], list(saved.tokens)
+        return saved

@@ -84,10 +84,11 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     loaded.print_report(device_type(), options.quiet)
     quality_check.warn(loaded)
     warm_up(loaded)
-    if options.load is not None:
-        session.load(options.load)
+    if options.saved is not None:
+        session.load(options.saved)
         if not options.quiet:
-            note(f"  continues {options.load}: {len(session.tokens)} tokens")
+            said = "behind" if options.pack else "continues"
+            note(f"  {said} {options.saved}: {len(session.tokens)} tokens")
     if prompt is None:
         interactive(session)
         return

@@ -1,5 +1,6 @@
 """The file of a session: mlx-lm's prompt cache (safetensors) with entries that say which model and which cache
-wrote it, and a SHA-256 of every byte, computed with the checksum's own 64 characters set to zero.
+wrote it, and a SHA-256 of every byte, computed with the checksum's own 64 characters set to zero. A pack is a session
+whose system prompt is the text of files, and which names them.
 
 No framework is imported here: both tracks write and read these files.
 """
@@ -11,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +25,8 @@ from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"
 KEY = "mlxkv_checksum"
-ENDING = ".safetensors"
+ENDING, PACK = ".safetensors", ".kvpack"
+ENDINGS = ENDING, PACK
 LONGEST_NAME = 200  # bytes; file systems take 255, with the ending and the number of a draft
 LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
@@ -38,24 +40,36 @@ ENTRIES += ("tokens", KEY)
 
 @dataclass
 class Saved:
-    """A session. text: what the cached tokens say, as the chat template wrote it."""
+    """A session. text: what the cached tokens say, as the chat template wrote it. files: of a pack, what it was read
+    from. asked: the model as it was asked for, for a pack."""
 
     cache: Any
     tokens: list[int]
     messages: list[dict] = field(default_factory=list)
     text: str = ""
     raw: bool = False
+    files: list[PackedFile] = field(default_factory=list)
+    asked: str = ""
 
 
-def path_for(name: str, option: str) -> Path:
-    """Return the file for a name the user typed; mlx reads the format from the ending. Raises UserError, `option` in
-    brackets, for a name that no file can have."""
+@dataclass(frozen=True)
+class PackedFile:
+    """A file of a pack: its name without folders, the SHA-256 of its bytes, and how many they were."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+def path_for(name: str, option: str, ending: str = ENDING) -> Path:
+    """Return the file for a name the user typed, with the ending. Raises UserError, `option` in brackets, for a name
+    that no file can have."""
     path = user_path(name, option)
     if path.name in ("", ".."):
         raise UserError(f"[{option}] not a name for a file; got {name!r}; write one, like notes")
     if len(os.fsencode(path.name)) > LONGEST_NAME:
         raise UserError(f"[{option}] the name is too long for a file; got {name[:60]!r}...")
-    return path if path.suffix == ENDING else path.with_name(path.name + ENDING)
+    return path if path.suffix == ending else path.with_name(path.name + ending)
 
 
 def file_named(name: str) -> Path:
@@ -70,7 +84,8 @@ def entries(
     saved: Saved, model: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
 ) -> dict[str, str]:
     """Return the metadata of a session. mlx_lm: the version whose format of prompt caches this is."""
-    return {
+    pack = {"files": json.dumps([asdict(x) for x in saved.files]), "asked": saved.asked}
+    return (pack if saved.files else {}) | {
         "mlxkv_format": FORMAT,
         KEY: NO_CHECKSUM,
         "mlxkv_version": __version__,
@@ -221,8 +236,21 @@ def saved_of(head: SessionHeader, cache, vocabulary: int | None) -> Saved:
     sound = type(messages) is list and all(_is_message(message) for message in messages)
     if not sound or type(raw) is not bool:
         raise head.wrong("has messages that are no conversation")
-    tokens = tokens_of(head, vocabulary or 1 << 31)
-    return Saved(cache, tokens, messages, head.entries["text"], raw)
+    tokens, text = tokens_of(head, vocabulary or 1 << 31), head.entries["text"]
+    return Saved(cache, tokens, messages, text, raw, files_of(head), head.entries.get("asked", ""))
+
+
+def files_of(head: SessionHeader) -> list[PackedFile]:
+    """Return the files of a pack, none of another session. Raises UserError."""
+    try:
+        found = [PackedFile(**x) for x in untrusted.parse(head.entries.get("files", "[]"), 2)]
+    except (Unsound, TypeError):
+        raise head.wrong("has a list of files that is none") from None
+    for file in found:
+        sound = isinstance(file.name, str) and isinstance(file.sha256, str)
+        if not sound or type(file.size) is not int:
+            raise head.wrong("has a list of files that is none")
+    return found
 
 
 def _is_message(message) -> bool:

@@ -82,6 +82,27 @@ class _CheckedSampler:
         return bool(self.broken) and bool(self.broken.popleft())
 
 
+def read(
+    loaded,
+    tokens: Sequence[int],
+    cache: list,
+    progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> int:
+    """Feed `tokens` to the model in chunks, without a reply. Returns how many are in the cache: fewer than all if
+    `stop()` was true between two chunks. progress: called with (tokens done, all tokens)."""
+    done, total = 0, len(tokens)
+    while done < total and not (done and stop and stop()):
+        part = mx.array(list(tokens[done : done + prefill_step()]))
+        loaded.model(part[None], cache=cache)
+        mx.eval([layer.state for layer in cache])
+        mx.clear_cache()
+        done += part.size
+        if progress:
+            progress(done, total)
+    return done
+
+
 def stream(
     loaded,
     tokens: Sequence[int],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -40,16 +41,20 @@ def save(name: str, saved: Saved, loaded) -> Path:
         raise UserError("[/save] no file name; write /save FILE")
     if not saved.tokens:
         raise UserError("[/save] nothing to save yet: the session is empty")
-    path = session.path_for(name, "/save")
+    return write(session.path_for(name, "/save"), saved, loaded, "/save")
+
+
+def write(path: Path, saved: Saved, loaded, where: str) -> Path:
+    """Write a session or a pack, as `save` does. where: in brackets before errors."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"[/save] no such folder; got {str(path.parent)!r}")
+        raise UserError(f"[{where}] no such folder; got {str(path.parent)!r}")
     try:
         with files.written(path) as file:
             write_session(file, saved, loaded)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MachineError(
-            f"[/save] could not write {str(path)!r}: {reason}; nothing was changed"
+            f"[{where}] could not write {str(path)!r}: {reason}; nothing was changed"
         ) from None
     return path
 
@@ -77,7 +82,7 @@ def load(name: str, loaded) -> Saved:
 def read_session(path: Path, loaded, follow: bool = True) -> Saved:
     """Read a session from a file, which may be a link only if `follow`. Raises UserError."""
     head = session.read_header(path, follow)
-    if path.suffix != session.ENDING:
+    if path.suffix not in session.ENDINGS:
         raise head.wrong("is not a session saved by mlxkv chat")
     mlx_lm = version("mlx-lm")
     session.check_session(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, mlx_lm)
@@ -86,11 +91,13 @@ def read_session(path: Path, loaded, follow: bool = True) -> Saved:
     if head.kinds != [type(cache).__name__ for cache in like]:  # the file chooses them
         raise head.wrong("has other caches than this model")
     try:
-        saved.cache = load_prompt_cache(str(path))
-        match_fold(loaded.model, saved.cache)
-        loaded.model(mx.array([[0]]), cache=like)  # only for shapes: computes nothing
-        for (_, restored), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
-            check_path(restored, fresh, len(saved.tokens))
+        with _Safetensors(io.FileIO(path)) as file:  # which MLX reads when it needs the numbers
+            saved.cache = load_prompt_cache(cast(str, file))
+            match_fold(loaded.model, saved.cache)
+            loaded.model(mx.array([[0]]), cache=like)  # only for shapes: computes nothing
+            for (_, restored), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
+                check_path(restored, fresh, len(saved.tokens))
+            mx.eval([layer.state for layer in saved.cache])
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # foreign files may make MLX and mlx-lm raise any error
@@ -99,6 +106,14 @@ def read_session(path: Path, loaded, follow: bool = True) -> Saved:
             f"cannot be read by mlx-lm {mlx_lm} ({type(error).__name__}: {reason})"
         ) from None
     return saved
+
+
+class _Safetensors(io.BufferedReader):
+    """A file that MLX reads as safetensors, whatever its ending."""
+
+    @property
+    def name(self) -> str:
+        return f"session{session.ENDING}"
 
 
 def about(path: Path) -> tuple[list[int], bool]:

@@ -18,6 +18,8 @@ from mlxkv import errors
 from mlxkv.catalog.shapes import text_config
 from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
+from mlxkv.formats import session as files_of_sessions
+from mlxkv.generate import prompt_cache
 from mlxkv.generate.generation import prefill_step
 from mlxkv.generate.stops import ReplyText
 from mlxkv.generate.usage import usage, window_of
@@ -71,6 +73,7 @@ class Engine:
         self.ready, self.is_ending = Event(), False
         self.problem: Exception | None = None
         self.vocabulary, self.is_batchable = 0, False
+        self.packs: dict[str, str] = {}  # texts by name
         self.jobs: dict[int, Job] = {}
         self.kv_allocated = 0
         self.ranks = Ranks()
@@ -163,6 +166,20 @@ class Engine:
             options.reuse,
             self.ranks.all_max,
         )
+        for name, file in options.packs.items():
+            self.packs[name] = self._pin(file)
+
+    def _pin(self, file: str) -> str:
+        """Keep the cache of a pack beside the sessions of all clients, and return its text. Raises UserError."""
+        saved = prompt_cache.read_session(files_of_sessions.file_named(file), self.loaded)
+        if not saved.files or saved.raw:
+            raise UserError(f"[--pack] no pack for chats; got {file!r}; mlxkv read makes one")
+        self.sessions.pin(saved.tokens, saved.cache)
+        if self.memory.need(SHORT) > self.memory.bound:
+            raise UserError(
+                f"[--pack] no room for a request beside it; got {file!r}; choose more --kv-memory"
+            )
+        return saved.messages[0]["content"]
 
     def _step_down(self, error: Exception) -> bool:
         """Disable kernels that may have caused the error. Returns whether there were any."""

@@ -60,7 +60,8 @@ class LoadedModel:
                 context=self.loaded.context,
             )
             self._machine = make_text_state_machine(self.loaded.tokenizer)
-            self.reader = Reader(self.loaded.tokenizer, options.template, self.model_info, worker)
+            tokenizer, packs = self.loaded.tokenizer, self.engine.packs
+            self.reader = Reader(tokenizer, options.template, self.model_info, worker, packs)
         except Exception:
             self.engine.stop_and_join()
             raise
@@ -151,11 +152,13 @@ class Models:
         self.options = options
         _, *others = options.models
         self.first, self.active = LoadedModel(options, worker), 0
-        self._options = {name_of(model): replace(options, model=model) for model in others}
+        alone = replace(options, pack=None)  # packs are of the first model
+        self._options = {name_of(model): replace(alone, model=model) for model in others}
         self.names = (self.first.name, *self._options)
-        if len({*self.names}) <= len(others):
+        self.listed = (*self.names, *options.packs)
+        if len({*self.listed}) < len(self.listed):
             self.first.close()
-            raise UserError(f"[--model] two have one name; got {', '.join(self.names)}")
+            raise UserError(f"[--model] two have one name; got {', '.join(self.listed)}")
         self.loaded: dict[str, LoadedModel] = {}
         self._lock, self._has_ended = asyncio.Lock(), False
 

@@ -38,6 +38,14 @@ class ServeOptions:
         ),
     ] = None
     kv: Kv = "int4"
+    pack: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME=FILE",
+            help="A pack of mlxkv read; chats that name the model NAME begin behind it. Repeatable.",
+            rich_help_panel="Model",
+        ),
+    ] = None
     kv_memory: Annotated[
         str | None,
         Option(
@@ -136,6 +144,7 @@ class ServeOptions:
                 "leave it out, or serve each by itself"
             )
         parse_kv(self.kv)
+        _ = self.packs  # raises for a line that names none
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises for invalid JSON
@@ -153,6 +162,20 @@ class ServeOptions:
     def models(self) -> tuple[str, ...]:
         """Return the models named on the command line, the default first."""
         return (self.model,) if isinstance(self.model, str) else tuple(self.model or (DEFAULT,))
+
+    @property
+    def packs(self) -> dict[str, str]:
+        """Return the files of packs by name. Raises UserError."""
+        given = (self.pack,) if isinstance(self.pack, str) else tuple(self.pack or ())
+        out = {}
+        for text in given:
+            name, _, file = text.partition("=")
+            if not name.strip() or not file or name in out:
+                raise UserError(
+                    f"[--pack] a name, once, and its file; got {text[:80]!r}; write manual=manual.kvpack"
+                )
+            out[name.strip()] = file
+        return out
 
     @property
     def api_keys(self) -> tuple[str, ...]:

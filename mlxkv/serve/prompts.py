@@ -45,11 +45,18 @@ PLAIN = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTA
 
 class Prompts:
     """Turns requests into tokens. template: extra arguments of the chat template. takes_system: whether the template
-    accepts system messages. vocabulary: columns of the logits."""
+    accepts system messages. vocabulary: columns of the logits. packs: texts that chats begin with, by the name of the
+    model that asks for them."""
 
     def __init__(
-        self, tokenizer: Any, template: dict, takes_system: bool = True, vocabulary: int = 0
+        self,
+        tokenizer: Any,
+        template: dict,
+        takes_system: bool = True,
+        vocabulary: int = 0,
+        packs: dict[str, str] | None = None,
     ):
+        self._packs = packs or {}
         self._tokenizer, self._template = tokenizer, template
         self._takes_system, self._grammars = takes_system, Grammars(tokenizer, vocabulary)
         self._escaper, self._thinking = PromptEscaper(tokenizer), Thinking(tokenizer)
@@ -61,9 +68,15 @@ class Prompts:
         turns. names: other models. Raises Refused, Postponed, and OtherModel."""
         body = document(raw)
         name = body.get("model")
-        if names and isinstance(name, str) and name not in (model_info.model, *DEFAULT_NAMES):
+        pack = self._packs.get(name) if isinstance(name, str) else None
+        known = pack is not None or name in (model_info.model, *DEFAULT_NAMES)
+        if names and isinstance(name, str) and not known:
             raise OtherModel(name)
+        if pack is not None:
+            body = body | {"model": model_info.model}
         request, dropped = APIS[path].read(body, model_info), 0
+        if pack is not None:
+            request = _behind(pack, request)
         if path == COUNT:
             return Read(request, self.prompt(request))
         if request.grammar is not None:
@@ -180,6 +193,18 @@ class Prompts:
         first = first if first < last else 0
         parts = tokens[:first], tokens[first:last], tokens[last:]
         return Prompt(tokens, [part for part in parts if part], state)
+
+
+def _behind(pack: str, request: Request) -> Request:
+    """Return a chat that begins with the text of a pack. Raises Refused for text that is no chat."""
+    if not request.chat:
+        reason = "[model] a pack begins chats; got plain text; choose /v1/chat/completions"
+        raise Refused(400, reason, "invalid_value")
+    messages = request.messages
+    if messages[0]["role"] == "system":
+        first, *messages = messages
+        pack = f"{pack}\n\n{first['content']}"
+    return replace(request, messages=[{"role": "system", "content": pack}, *messages])
 
 
 def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[int]]:

@@ -185,11 +185,17 @@ class WorkerContext(SpawnContext):
 class Reader:
     """Parses the requests for one model. For the event loop.
 
-    tokenizer: mlx-lm's wrapper. template: extra arguments of the chat template. worker: a started one.
+    tokenizer: mlx-lm's wrapper. template: extra arguments of the chat template. worker: a started one. packs: texts
+    by name, as in `Prompts`.
     """
 
     def __init__(
-        self, tokenizer: Any, template: dict, model_info: ModelInfo, worker: Worker | None = None
+        self,
+        tokenizer: Any,
+        template: dict,
+        model_info: ModelInfo,
+        worker: Worker | None = None,
+        packs: dict[str, str] | None = None,
     ):
         self._model_info = model_info
         system = takes_system(tokenizer, template)
@@ -198,7 +204,7 @@ class Reader:
                 f"[serve] the chat template of {model_info.model} takes no system message; "
                 "its words stand in front of the first question"
             )
-        setup = tokenizer, template, system, model_info.vocabulary
+        setup = tokenizer, template, system, model_info.vocabulary, packs
         self._prompts: Prompts | None = None
         self.workers: list[Worker] = []
         self.queues = [WorkerQueue(), WorkerQueue()]

@@ -210,7 +210,7 @@ class Sessions:
 
     memory: bounds their bytes. new: makes an empty cache. disk: receives evicted sessions, if not None. reuse: whether
     to store any. agree: maps this process's bytes to a number equal in every process of the model.
-    entries: the least recently used first. counts: since the start.
+    entries: the least recently used first. pinned: packs, for all tenants, never evicted. counts: since the start.
     For the generation thread; others may read numbers.
     """
 
@@ -226,6 +226,7 @@ class Sessions:
         self.agree = agree
         self.block_store = BlockStore()
         self.entries: list[StoredSession] = []
+        self.pinned: list[StoredSession] = []
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
@@ -251,11 +252,13 @@ class Sessions:
 
     def _nearest(self, tokens: list[int], tenant: str) -> tuple[list | None, int]:
         """Return a working cache of a prefix of `tokens`, and its length; (None, 0) if there is none."""
-        for shared, session in nearest(self.entries, tokens, tenant):
+        found = [*nearest(self.entries, tokens, tenant), *nearest(self.pinned, tokens, "")]
+        for shared, session in sorted(found, key=lambda pair: -pair[0]):
             cache, count = deepcopy(session.cache), min(shared, len(tokens) - 1)
             if trim_caches(cache, len(session.tokens), count):
-                self.entries.remove(session)
-                self.entries.append(session)
+                if session in self.entries:
+                    self.entries.remove(session)
+                    self.entries.append(session)
                 return cache, count
             session.trims = False
         return None, 0
@@ -272,6 +275,13 @@ class Sessions:
         session = StoredSession(tokens, tenant, trims, size, cache=cache)
         needless = replaced(self.entries, session)
         self.entries = [*(each for each in self.entries if each not in needless), session]
+
+    def pin(self, tokens: list[int], cache: list) -> None:
+        """Store a pack, whose bytes are taken from the memory of requests and sessions."""
+        self.block_store.put(tokens, cache)
+        trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
+        self.pinned.append(StoredSession(tokens, "", trims, size, cache=cache))
+        self.memory.bound -= size
 
     @property
     def nbytes(self) -> int:

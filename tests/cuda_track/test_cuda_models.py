@@ -22,8 +22,10 @@ from cuda_track.models.loader import load
 from cuda_track.models.transformers_compat import Share, cache_of, handed, share_of
 from mlxkv import console
 from mlxkv.catalog.reports import summarise
+from mlxkv.chat.session import Session
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
+from mlxkv.formats.session import PackedFile
 from mlxkv.generate import generation as mlx_generate
 from mlxkv.generate import prompt_cache as mlx_prompt_cache
 
@@ -64,6 +66,24 @@ def test_files_that_somebody_changed_are_refused_in_one_line(pair, tokens, tmp_p
                 pytest.fail(f"{name} was used")
             said = str(caught.value)
             assert str(bad) in said and said.isprintable(), (name, said)
+
+
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
+def test_a_pack_is_read_on_the_other_side(pair, tmp_path):
+    """What MLX read once goes on in transformers as in MLX."""
+    ours, theirs = pair
+    text = "\n\n".join(corpus.interleaved("evaluation"))
+    chat, path = Session(theirs, text[:1500], raw=True), tmp_path / "facts.kvpack"
+    assert chat.read()
+    chat.pack(path, [PackedFile("facts.md", "0" * 64, 1500)], "tiny")
+    saved = prompt_cache.load(path, ours)
+    assert saved.tokens == chat.tokens and saved.messages == chat.messages
+    assert saved.files == [PackedFile("facts.md", "0" * 64, 1500)] and saved.asked == "tiny"
+    rest = ours.tokenizer(text[1500:1600], add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        found = ours.model(torch.tensor([rest]), **handed(saved.cache)).logits.numpy()
+    right = np.array(theirs.model(mx.array([rest]), cache=chat.cache))
+    assert np.sqrt(((found - right) ** 2).mean() / (right**2).mean()) < 1e-2
 
 
 def test_left_padded_batches_say_what_single_prompts_say(pair, tokens):

@@ -472,12 +472,12 @@ def application(models: Models, keys: Keys, limits: Limits) -> Router:
 
     async def list_models(request: Request) -> Response:
         name = request.path_params.get("name", "").strip("/")
-        if name and name not in models.names:
-            raise no_model(name[:80], models.names)
+        if name and name not in models.listed:
+            raise no_model(name[:80], models.listed)
         if anthropic.speaks(request.scope["path"], request.headers.keys()):
-            return JSONDocument(anthropic.models(models.names, name))
+            return JSONDocument(anthropic.models(models.listed, name))
         model = {"object": "model", "created": created, "owned_by": "mlxkv"}
-        data = [{"id": each, **model} for each in models.names]
+        data = [{"id": each, **model} for each in models.listed]
         return JSONDocument({"id": name, **model} if name else {"object": "list", "data": data})
 
     return Router(
