@@ -107,6 +107,8 @@ class Source:
 _MODELS = json.loads(Path(__file__).with_name("known.json").read_text("utf-8"))
 HUB: dict[str, str] = {name: model["repo"] for name, model in _MODELS.items()}
 CONFIGS: dict[str, dict] = {name: model["config"] for name, model in _MODELS.items()}
+# What `loading.outline` makes of each config: mlx-lm, which it imports, takes seconds to start.
+OUTLINES: dict[str, dict] = {name: model["outline"] for name, model in _MODELS.items()}
 QUANTIZATION = {"bits": 4, "group_size": 64}  # of these repositories, by default
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -1,10 +1,10 @@
 """`mlxkv fit`: estimate the memory of a model and a context, from config.json alone.
 
-mlx-lm's own model is built from it, without weights, to count its parameters and caches. The sum includes the weights,
-the bytes that caches have allocated once the context is read, fixed-size states and the transients of the prefill:
-working memory of one chunk, the chunk in sliding windows, and one layer's keys and values in 16 bits over the whole
-context. A compressed cache decodes these, a plain one copies them when it grows; from latents, mlx-lm's code also
-expands the keys and values of every head. `mlxkv chat --json` measures.
+mlx-lm's own model is built from it, without weights, to count its parameters and caches; for an alias, that is stored
+(`catalog/known.json`). The sum includes the weights, the bytes that caches have allocated once the context is read,
+fixed-size states and the transients of the prefill: working memory of one chunk, the chunk in sliding windows, and one
+layer's keys and values in 16 bits over the whole context. A compressed cache decodes these, a plain one copies them
+when it grows; from latents, mlx-lm's code also expands the keys and values of every head. `mlxkv chat --json` measures.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 from mlxkv import untrusted
 from mlxkv.catalog import folder
-from mlxkv.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
+from mlxkv.catalog.aliases import CONFIGS, HUB, OUTLINES, QUANTIZATION, resolve
 from mlxkv.catalog.folder import SMALL
 from mlxkv.catalog.gguf.config import memory
 from mlxkv.catalog.gguf.header import is_gguf
 from mlxkv.catalog.shapes import (
     LAYERS,
+    LayerShape,
     check_numbers,
     context_limit,
     estimated_layers,
@@ -45,6 +46,7 @@ from mlxkv.machine import USABLE, machine_memory
 from mlxkv.untrusted import Unsound
 
 DEFAULT_CONTEXT = "32k"
+Outline = tuple[list[LayerShape], int, int]  # layers, bytes of weights, working bytes per token
 
 
 def run_fit(
@@ -223,37 +225,65 @@ def read_plan(model: str) -> ModelPlan:
     weights_here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
     if alias in HUB and not weights_here:
         data = {"quantization": QUANTIZATION} | CONFIGS[alias]
-        return plan_of(data, HUB[alias], more="as published (not downloaded)")
+        more = "as published (not downloaded)"
+        return plan_of(data, HUB[alias], more=more, known=known_outline(alias, data))
     place = locate(model)
     if is_gguf(place.config):
         file = folder.check_folder(place.config)
-        return plan_of(file.config, place.name, memory(file.headers[0]))
-    data = _read_config(place.config, f"--model {model}")
-    return plan_of(data, place.name, place.weights)
+        size, data = memory(file.headers[0]), file.config
+    else:
+        size, data = place.weights, _read_config(place.config, f"--model {model}")
+    return plan_of(data, place.name, size, known=known_outline(alias, data) if size else None)
 
 
-def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
+def known_outline(alias: str, config: dict) -> Outline | None:
+    """Return the outline that is stored for an alias, or None: no alias, or a config of other sizes."""
+    if alias not in HUB or any(config.get(key) != x for key, x in CONFIGS[alias].items()):
+        return None
+    kept = OUTLINES[alias]
+    layers = (
+        LayerShape(**{key: x for key, x in group.items() if key != "count"})
+        for group in kept["layers"]
+        for _ in range(group["count"])
+    )
+    return list(layers), kept["weights"], kept["working"]
+
+
+def plan_of(
+    config: dict,
+    name: str = "",
+    weights: int | None = None,
+    more: str = "",
+    known: Outline | None = None,
+) -> ModelPlan:
     """Return the plan of a config.json. weights: bytes of the files, None if there are none. more: text on the source
-    of a computed size. Raises UserError for sizes that no model has."""
-    from mlxkv.loading.outline import NotBuilt, outline
+    of a computed size. known: the outline, built if None. Raises UserError for sizes that no model has."""
     from mlxkv.metal import launch
 
-    estimate, source = "", f"computed from config.json {more}".strip()
-    try:
-        layers, size, working = outline(config)
-    except Unsound as error:
-        raise UserError(f"[config.json] {error}; got {name}") from None
-    except NotBuilt as error:
-        estimate, source = str(error), "estimated from config.json"
-        layers, size, working = _estimate(config, name)
+    (layers, size, working), estimate = (known, "") if known else _outline(config, name)
+    source = f"computed from config.json {more}".strip()
+    if estimate:
+        source = "estimated from config.json"
     if weights:
         size, source = weights, "from the files"
     limit, has_kernels = context_limit(config) or 0, launch.kernel_builder() is not None
     return ModelPlan(name, layers, size, source, limit, working, estimate, has_kernels)
 
 
-def _estimate(config: dict, name: str) -> tuple[list, int, int]:
-    """Return layers, bytes of weights (16 bits or as quantised) and working bytes. Raises UserError."""
+def _outline(config: dict, name: str) -> tuple[Outline, str]:
+    """Return the outline by mlx-lm's model and "", or an estimate and why."""
+    from mlxkv.loading.outline import NotBuilt, outline
+
+    try:
+        return outline(config), ""
+    except Unsound as error:
+        raise UserError(f"[config.json] {error}; got {name}") from None
+    except NotBuilt as error:
+        return _estimate(config, name), str(error)
+
+
+def _estimate(config: dict, name: str) -> Outline:
+    """Return an outline with weights of 16 bits, or as quantised. Raises UserError."""
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     try:
         bits = quantization.get("bits")

@@ -1,6 +1,9 @@
 """What `mlxkv fit` computes from a config.json, against mlx-lm's own model and caches."""
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,9 +11,10 @@ import pytest
 import random_models
 from mlx.utils import tree_flatten
 
-from mlxkv.catalog.aliases import CONFIGS
+from mlxkv.catalog.aliases import CONFIGS, OUTLINES, QUANTIZATION
 from mlxkv.cli import main
-from mlxkv.doctor.fit import plan_of
+from mlxkv.doctor.fit import known_outline, plan_of
+from mlxkv.loading.outline import outline
 from mlxkv.patching.cache_shapes import layers_of
 
 FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]
@@ -93,6 +97,41 @@ def test_weights_and_caches_of_the_aliases(subtests):
                 layers = [x for x in plan.layers if x.kind in ("full", "latent")]
                 found = sum(2 * x.values(131072) for x in layers) / 2**30
                 assert found == pytest.approx(gib, abs=0.01)
+
+
+def as_stored(layers: list, weights: int, working: int) -> dict:
+    """An outline as `known.json` has it: fields that are not 0, and how many layers have them."""
+    groups = [
+        {"count": count, **{k: v for k, v in vars(layer).items() if v and k != "index"}}
+        for layer, count in Counter(layers).items()
+    ]
+    return {"layers": groups, "weights": weights, "working": working}
+
+
+def test_stored_outlines_are_those_of_mlx_lm(subtests):
+    for alias, config in CONFIGS.items():
+        with subtests.test(alias=alias):
+            made = outline({"quantization": QUANTIZATION} | config)
+            assert OUTLINES[alias] == as_stored(*made)
+            kept = known_outline(alias, config)
+            assert Counter(kept[0]) == Counter(made[0]) and kept[1:] == made[1:]
+
+
+def test_an_outline_is_for_the_sizes_it_was_made_from(tmp_path):
+    config = CONFIGS["qwen3-4b"]
+    assert known_outline("qwen3-4b", config | {"eos_token_id": 1})
+    assert known_outline("qwen3-4b", config | {"num_key_value_heads": 4}) is None
+    assert known_outline(str(tmp_path), config) is None
+
+
+def test_fit_of_aliases_does_not_wait_for_mlx_lm():
+    code = (
+        "import sys; from mlxkv.cli import main; main(['fit', '--memory', '16GB']); "
+        "assert not {'mlx_lm', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "llama-3.1-8b" in done.stdout
 
 
 HOSTILE = [
