@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlxkv.catalog.reports import LayerReport
+    from mlxkv.codec.own import Method
     from mlxkv.errors import UserError
     from mlxkv.formats.config import CacheConfig, Side
     from mlxkv.formats.names import parse_kv
@@ -21,6 +22,7 @@ __all__ = [
     "CacheConfig",
     "LayerReport",
     "Loaded",
+    "Method",
     "Side",
     "UserError",
     "attach",
@@ -39,6 +41,7 @@ _MODULES = {
 }
 _MLX = {  # of what needs MLX
     "Loaded": "loading.load",
+    "Method": "codec.own",
     "load": "loading.load",
     "load_prompt_cache": "generate.prompt_cache",
     "attach": "loading.attach",

@@ -72,7 +72,7 @@ Of these we have run `smollm2` alone, from a GGUF file ([results](../results/pre
 """
 PYTHON = f"""# Python API
 
-The ten public names of `mlxkv`, with their types; the [guide](../guide/python.md) shows them in use. {WRITTEN}
+The public names of `mlxkv`, with their types; the [guide](../guide/python.md) shows them in use. {WRITTEN}
 
 Everything else in the package is internal: it may change with any version. Letters in shapes: `B` sequences, `G` kv heads, `T` tokens, `D` head dim."""
 LATENT = """

@@ -322,7 +322,7 @@ class CacheConfig:
 
     def as_dict(self) -> dict:
         """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""
-        data = json.loads(json.dumps(asdict(self)))
+        data = json.loads(json.dumps(asdict(self), default=repr))  # functions of a caller's own
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = getattr(self, name).quantizer.method
         if self.values != ROTARY:  # no latents: there are no rotary keys apart

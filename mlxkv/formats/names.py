@@ -16,9 +16,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from mlxkv.errors import UserError
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS, mixed_bits
-from mlxkv.formats.quantizers import RATES
+from mlxkv.formats.quantizers import RATES, Quantizer
 
 FILL = "fill"
 PICKS = ("fp16", "int8", "int4", "fill-4", "fill-3", "fill-2.25")  # what to choose from at first
@@ -86,9 +86,13 @@ def complete_kv(incomplete: str) -> list[str]:
     ]
 
 
-def parse_kv(text: str | float | CacheConfig) -> CacheConfig:
+def parse_kv(text: str | float | CacheConfig | Quantizer) -> CacheConfig:
     """Return the configuration that `--kv TEXT`, or a number of bits, names. A configuration is returned unchanged, but
-    loses a name that stands for others. Raises UserError for names that it does not know."""
+    loses a name that stands for others; a quantizer (`Method`) stores keys and values. Raises UserError for names that
+    it does not know."""
+    if isinstance(text, Quantizer):
+        side = Side(text)
+        text = CacheConfig(side, side, name=text.label)
     if isinstance(text, CacheConfig):
         return text if _has_own_name(text) else replace(text, name="")
     if isinstance(text, int | float) and not isinstance(text, bool):

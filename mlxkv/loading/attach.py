@@ -43,6 +43,7 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, fallback_preset, parse_kv
+from mlxkv.formats.quantizers import Quantizer
 from mlxkv.metal import launch
 from mlxkv.patching.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.patching.mark import mark, unmark
@@ -59,14 +60,15 @@ Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # by compressed cach
 
 def attach(
     model: nn.Module,
-    kv: str | CacheConfig,
+    kv: str | float | CacheConfig | Quantizer,
     strict: bool = False,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
     group: mx.distributed.Group | None = None,
 ) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm). `kv`: a preset's name, a pair or a
-    configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
+    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm). `kv`: a preset's name, a pair, a
+    configuration or a `Method`. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches
+    there.
 
     Returns one report per cache. Attaching again replaces the previous caches. A configuration that compresses nothing
     (`fp16`) leaves mlx-lm's own caches. Deep or unpickled copies of an attached model are attached too.

@@ -25,6 +25,7 @@ from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, parse_kv
+from mlxkv.formats.quantizers import Quantizer
 from mlxkv.generate.stops import turn_end
 from mlxkv.loading import weights as reading
 from mlxkv.loading.attach import attach
@@ -100,7 +101,7 @@ class Loaded:
 
 def load(
     name: str = DEFAULT,
-    kv: str | float | CacheConfig = KV,
+    kv: str | float | CacheConfig | Quantizer = KV,
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
