@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mlxkv.catalog.reports import LayerReport
     from mlxkv.codec.own import Method
     from mlxkv.errors import UserError
+    from mlxkv.eval.call import eval
     from mlxkv.formats.config import CacheConfig, Side
     from mlxkv.formats.names import parse_kv
     from mlxkv.generate.prompt_cache import load_prompt_cache
@@ -27,6 +28,7 @@ __all__ = [
     "UserError",
     "attach",
     "detach",
+    "eval",
     "load",
     "load_prompt_cache",
     "parse_kv",
@@ -38,6 +40,7 @@ _MODULES = {
     "UserError": "errors",
     "parse_kv": "formats.names",
     "LayerReport": "catalog.reports",
+    "eval": "eval",
 }
 _MLX = {  # of what needs MLX
     "Loaded": "loading.load",
@@ -59,7 +62,8 @@ def __getattr__(name: str) -> Any:
         from mlxkv import startup
 
         startup.prepare()
-    return getattr(import_module(f"{__name__}.{(_MODULES | _MLX)[name]}"), name)
+    module = import_module(f"{__name__}.{(_MODULES | _MLX)[name]}")
+    return module if name == "eval" else getattr(module, name)  # a package that can be called
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ from mlxkv.cli import app, is_option, value_of
 from mlxkv.console import one_line
 from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
+from mlxkv.eval import call
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
 from mlxkv.patching.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
@@ -207,7 +208,7 @@ def _use(name: str, kv: CacheConfig) -> str:
 def python() -> list[str]:
     lines = [PYTHON]
     for name in mlxkv.__all__:
-        thing = getattr(mlxkv, name)
+        thing = call.eval if name == "eval" else getattr(mlxkv, name)
         lines += [
             "",
             f"## {name}",

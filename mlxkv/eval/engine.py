@@ -94,7 +94,8 @@ def computed(
     names: Sequence[str] | None = None,
     tolerant: bool = False,
 ) -> list[tuple[Part, Results]]:
-    """Return the results of all parts, for all arms or those of `names`. Results in `rows` are not computed again.
+    """Return the results of all parts, for all arms or those of `names`. Results in `rows` are not computed again;
+    without a file of these, nothing is shown.
 
     tolerant: an arm that fails gets a row with its "error", no result, and the others go on, unless memory or the GPU
     is gone. Raises MachineError, and what a task raises.
@@ -107,9 +108,8 @@ def computed(
     total = sum(part.steps * len(left) for part, left in missing)
     ended = len(parts) - len(missing)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bars:
+    shown = Console(stderr=True, quiet=rows.file is None)
+    with Progress(*columns, TimeRemainingColumn(), console=shown, transient=True) as bars:
         bar = bars.add_task("reading", total=total)
         if ended:
             bars.console.print(f"{ended} of {len(parts)} parts: kept from before", highlight=False)
@@ -122,10 +122,11 @@ def computed(
                 line = f"{title}: {time.perf_counter() - start:.0f} s"
                 bars.console.print(line, highlight=False, markup=False)
         except KeyboardInterrupt:
-            console.note(
-                f"stopped; {ended} of {len(parts)} parts are kept in {rows.file.parent}, and the same "
-                "command continues from there"
-            )
+            if rows.file is not None:
+                console.note(
+                    f"stopped; {ended} of {len(parts)} parts are kept in {rows.file.parent}, and the same "
+                    "command continues from there"
+                )
             raise
     found = [
         (part, {name: rows.get(*row_of(arms, part, name)) for name in names}) for part in parts

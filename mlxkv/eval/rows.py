@@ -51,10 +51,14 @@ def _lines(file: Path) -> Iterator[Row]:
 
 
 class Rows:
-    """The rows of one file, which need not exist yet. Raises UserError if its folder cannot be made."""
+    """The rows of one file, which need not exist yet; of None, in memory. Raises UserError if its folder cannot be
+    made."""
 
-    def __init__(self, file: Path):
-        self.file = file
+    def __init__(self, file: Path | None):
+        self.file, self._cut = file, False
+        self._newest: dict[tuple, Row] = {}
+        if file is None:
+            return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             found = read([file]) if file.exists() else []
@@ -74,10 +78,13 @@ class Rows:
     def add(self, identity: Row, state: str, numbers: dict) -> None:
         """Append a row. Raises MachineError."""
         row = identity | {"state": state} | numbers
+        self._newest[key(row)] = row
+        if self.file is None:
+            return
         line = "\n" * self._cut + json.dumps(row, ensure_ascii=False) + "\n"
         try:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(line)
         except OSError as error:
             raise MachineError(f"[eval] cannot keep a result: {error.strerror}") from None
-        self._cut, self._newest[key(row)] = False, row
+        self._cut = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.rows import Rows
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.loading.load import load
+from mlxkv.loading.load import Loaded, load
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import device_type
@@ -47,35 +49,43 @@ def run_eval(command: SimpleNamespace) -> int:
     Options are checked before the model is loaded. Returns the exit code.
     """
     level = THOROUGH if command.thorough else QUICK
-    names = tuple(dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(",")))
-    for name in names:
-        parse_kv(name)  # a mistake in the last name must not cost the work on the first
-    options, windows = _options(command, level), _windows(command.windows)
-    tasks = _tasks(command.tasks or level.tasks)
+    names = dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(","))
     out = command.out and console.user_path(command.out, "--out")
     folder = out or Path("mlxkv-eval") / Path(command.model).name
-    start = time.perf_counter()
-    loaded = load(command.model, "fp16", dtype=command.dtype, calibration=command.calibration)
-    arms = Arms(loaded, names, windows)
-    parts = parts_of(arms, tasks, options)
-    calibrated = [name for name, config in arms.configs.items() if config.calibrated]
-    if calibrated:  # make a calibration for all of them, before the first result names one
-        with arms.attached(calibrated[0]):
-            pass
-    rows = Rows(folder / "rows.jsonl")
-    console.note(
-        f"{cost(parts, arms)}; results go to {folder}: after Ctrl-C, the same command continues"
-    )
-    results = engine.computed(arms, parts, rows)
-    data = report.assemble(arms, options, results, windows)
-    data |= {"machine": machine() | gpu.device(), "versions": versions()}
-    data["seconds"] = round(time.perf_counter() - start, 1)
+    data = measured(command, {name: parse_kv(name) for name in names}, level, folder)
     report.write_page(data, folder)
     report.show(data)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
     if command.json:
         console.print_json(report.brief(data))
     return 0
+
+
+def measured(
+    command: SimpleNamespace, kv: Mapping[str, CacheConfig], level: Level, folder: Path | None
+) -> dict:
+    """Return `report.assemble` of a run. command: its options. kv: the caches, by name. folder: of the results, which
+    a later run continues; None keeps them in memory and shows nothing. Raises UserError."""
+    options, windows = _options(command, level), _windows(command.windows)
+    tasks = _tasks(command.tasks or level.tasks)
+    start, loaded = time.perf_counter(), command.model
+    if not isinstance(loaded, Loaded):
+        loaded = load(loaded, "fp16", dtype=command.dtype, calibration=command.calibration)
+    arms = Arms(loaded, kv, windows)
+    parts = parts_of(arms, tasks, options)
+    calibrated = [name for name, config in arms.configs.items() if config.calibrated]
+    if calibrated:  # make a calibration for all of them, before the first result names one
+        with arms.attached(calibrated[0]):
+            pass
+    rows = Rows(folder and folder / "rows.jsonl")
+    if folder is not None:
+        console.note(
+            f"{cost(parts, arms)}; results go to {folder}: after Ctrl-C, the same command continues"
+        )
+    results = engine.computed(arms, parts, rows)
+    data = report.assemble(arms, options, results, windows)
+    data |= {"machine": machine() | gpu.device(), "versions": versions()}
+    return data | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def cost(parts: list[Part], arms: Arms) -> str:
