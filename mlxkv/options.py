@@ -32,6 +32,14 @@ Kv = Annotated[
         rich_help_panel="Cache",
     ),
 ]
+AdapterPath = Annotated[
+    str | None,
+    Option(
+        "--adapter-path",
+        help="Folder of a LoRA adapter, as mlx_lm.lora writes it.",
+        rich_help_panel="Model",
+    ),
+]
 Dtype = Annotated[
     str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
 ]

@@ -9,7 +9,7 @@ from typer import Option
 
 from mlxkv.calibration import TOKENS
 from mlxkv.catalog.aliases import DEFAULT
-from mlxkv.options import Dtype, Model
+from mlxkv.options import AdapterPath, Dtype, Model
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class CalibrateOptions:
             rich_help_panel="Output",
         ),
     ] = None
+    adapter_path: AdapterPath = None
     dtype: Dtype = None
 
     @property

@@ -21,6 +21,7 @@ from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.loading.load import load
+from mlxkv.patching.mark import origin_of
 
 SEARCHED = "oscar-int2"
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]
@@ -39,13 +40,15 @@ def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms, or read them from a file, then search clips if requested."""
     base = read_calibration(options.calibration) if options.calibration else None
     out = options.out and user_path(options.out, "--out")
-    loaded = load(options.model, "fp16", dtype=options.dtype)
+    loaded = load(options.model, "fp16", dtype=options.dtype, adapter_path=options.adapter_path)
+    origin = origin_of(loaded.model)
+    assert origin is not None  # `load` has set it
     try:
-        first = artifact.find(loaded.fingerprint, loaded.path)
+        first = artifact.find(loaded.fingerprint, origin.folder)
     except UserError:  # a damaged file, which this run may replace
         first = None
     found = None if first is None else first.path
-    comes_with_model = found is not None and loaded.path in found.parents
+    comes_with_model = found is not None and origin.folder in found.parents
     if comes_with_model and out is None:
         note(
             f"{loaded.name} comes with {found}, which commands use before the new file; name that one by "
@@ -73,7 +76,7 @@ def run_fitting(options: CalibrateOptions) -> None:
 def run_learning(options: CalibrateOptions) -> None:
     """Learn maps from the keys and values of the text (--learn)."""
     out = options.out and user_path(options.out, "--out")
-    loaded = load(options.model, "fp16", dtype=options.dtype)
+    loaded = load(options.model, "fp16", dtype=options.dtype, adapter_path=options.adapter_path)
     text = _read(loaded, options)
     start = time.perf_counter()
     samples: dict[str, Sample] = {}

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxkv import untrusted
@@ -28,6 +28,8 @@ OBJECTS += ("special_tokens_map.json", "added_tokens.json", "chat_template.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 READ = (".json", ".jsonl", ".txt", ".jinja", ".model", ".tiktoken", ".safetensors")
 TEMPLATE = 1 << 20  # bytes of a chat template in a file of its own
+ADAPTER, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"  # mlx-lm's
+PEFT = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,46 @@ class Folder:
     """A checked folder with its config.json and its weight files. headers: of the weight files, in order.
 
     For a GGUF file, `path` is that file, the only one of `weights`, and `config` the equivalent config.json.
+    adapter: the folder of mlx-lm's adapter (LoRA) for these weights, or None.
     """
 
     path: Path
     config: dict
     weights: list[Path]
     headers: list[TensorsHeader]
+    adapter: Path | None = None
 
     @property
     def is_gguf(self) -> bool:
         return self.weights == [self.path]
 
 
-def check_folder(path: Path) -> Folder:
-    """Check the folder, or the GGUF file, at `path`. Raises UserError for the first fault found."""
-    if path.is_file():
-        return _check_gguf(path)
+def check_folder(path: Path, adapter: Path | None = None) -> Folder:
+    """Check the folder, or the GGUF file, at `path`, and the folder of an adapter for it. Raises UserError for the
+    first fault found."""
+    if adapter is not None:
+        _check_adapter(adapter, path)
+    found = _check_gguf(path) if path.is_file() else _check_hub(path)
+    return replace(found, adapter=adapter)
+
+
+def _check_adapter(adapter: Path, model: Path) -> None:
+    if model.is_file():
+        raise UserError(
+            f"[--adapter-path] adapters are for folders in the hub's format; got the GGUF file {model}; name the "
+            "folder that the adapter was made with"
+        )
+    for name in (ADAPTER_CONFIG, ADAPTER):
+        if not (adapter / name).is_file():
+            found = f"{PEFT}, of PEFT, in" if (adapter / PEFT).is_file() else "no such file in"
+            raise UserError(
+                f"[--adapter-path] {name} is missing; got {found} {adapter}; choose a folder that mlx_lm.lora wrote"
+            )
+    _json(adapter / ADAPTER_CONFIG, SMALL)
+    _sound(adapter / ADAPTER, untrusted.safetensors)
+
+
+def _check_hub(path: Path) -> Folder:
     config = _json(path / "config.json", SMALL)
     if not isinstance(config.get("model_type"), str):
         raise UserError(
@@ -173,8 +199,9 @@ def fingerprint(folder: Folder) -> str:
 
     Hashed: the configuration, the tokenizer, and each tensor's name, type, shape and up to 16 pieces of 4 KiB, evenly
     spaced and including both ends; 64 MiB of a large model. In a GGUF file the whole header replaces configuration and
-    tokenizer. File names and the distribution of tensors over files do not matter. Models that differ only between the
-    pieces have the same fingerprint: it distinguishes independent models but does not detect tampering.
+    tokenizer. An adapter is hashed as the weights are: with it, a model is another one. File names and the distribution
+    of tensors over files do not matter. Models that differ only between the pieces have the same fingerprint: it
+    distinguishes independent models but does not detect tampering.
     """
     if folder.is_gguf:
         with folder.path.open("rb") as stream:
@@ -187,13 +214,19 @@ def fingerprint(folder: Folder) -> str:
         with file.open("rb") as stream:
             while part := stream.read(1 << 20):
                 digest.update(part)
+    weights, headers = [*folder.weights], [*folder.headers]
+    if folder.adapter is not None:
+        adapted = _json(folder.adapter / ADAPTER_CONFIG, SMALL)
+        digest.update(json.dumps(adapted, sort_keys=True).encode())
+        weights.append(folder.adapter / ADAPTER)
+        headers.append(_sound(weights[-1], untrusted.safetensors))
     tensors = sorted(
         (name, i, tensor)
-        for i, header in enumerate(folder.headers)
+        for i, header in enumerate(headers)
         for name, tensor in header.tensors.items()
     )
     pieces = max(1, min(MOST, PIECES // max(1, len(tensors))))
-    streams = [os.open(file, os.O_RDONLY) for file in folder.weights]
+    streams = [os.open(file, os.O_RDONLY) for file in weights]
     try:
         for name, i, tensor in tensors:
             digest.update(f"{name!r} {tensor.dtype} {tensor.shape}\n".encode())

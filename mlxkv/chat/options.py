@@ -18,7 +18,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats import session
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import canonical, parse_kv
-from mlxkv.options import Calibration, Dtype, Json, Kv, Model, Strict, Weights
+from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Kv, Model, Strict, Weights
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class ChatOptions:
             rich_help_panel="Model",
         ),
     ] = None
+    adapter_path: AdapterPath = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None

@@ -11,7 +11,7 @@ from mlxkv.catalog.aliases import DEFAULT, Source, is_model, resolve
 from mlxkv.catalog.folder import fingerprint
 from mlxkv.catalog.hub import require
 from mlxkv.chat.options import ChatOptions
-from mlxkv.console import human_bytes, note, working
+from mlxkv.console import human_bytes, note, user_path, working
 from mlxkv.errors import UserError
 from mlxkv.formats import session as files
 
@@ -96,7 +96,9 @@ def check_model(head: files.SessionHeader, model: str, source: Source) -> None:
     """Raise UserError unless this version reads the file, and it is of this model, as far as a header tells."""
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
-        model_fingerprint = fingerprint(folder.check_folder(source.folder))
+        path = options.adapter_path
+        adapter = None if path is None else user_path(path, "--adapter-path")
+        model_fingerprint = fingerprint(folder.check_folder(source.folder, adapter))
         if head.entries["fingerprint"] != model_fingerprint:
             raise head.wrong(
                 f"belongs to another model; got {files.printable(head.entries['model'])}; this is "

@@ -67,6 +67,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             calibration=options.calibration,
             progress=progress,
             weights=options.weights,
+            adapter_path=options.adapter_path,
         )
     # What the model's makers recommend, except where an option says otherwise.
     asked = {"temperature": options.temp, "top_p": options.top_p}

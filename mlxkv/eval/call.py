@@ -30,6 +30,7 @@ def eval(
     windows: str | tuple[int, int] = "64,64",
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
+    adapter_path: Path | str | None = None,
 ) -> list[dict[str, Any]]:
     """Measure what caches cost in quality, as the command `mlxkv eval` does, and print nothing.
 
@@ -55,6 +56,7 @@ def eval(
             windows=_joined(windows),
             dtype=dtype,
             calibration=calibration,
+            adapter_path=adapter_path,
         )
         data = measured(command, configs, QUICK, None)
     except UserError as error:  # the arguments have the names of the options

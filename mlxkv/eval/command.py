@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlxkv.catalog.aliases import DEFAULT
-from mlxkv.options import Calibration, Dtype, Json, Model
+from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Model
 
 
 def evaluate(
@@ -71,6 +71,7 @@ def evaluate(
             help="Number of texts, and of documents with questions. Default: 5; --thorough: 8.",
         ),
     ] = None,
+    adapter_path: AdapterPath = None,
     dtype: Dtype = None,
     calibration: Calibration = None,
     out: Annotated[

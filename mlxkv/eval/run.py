@@ -70,7 +70,13 @@ def measured(
     tasks = _tasks(command.tasks or level.tasks)
     start, loaded = time.perf_counter(), command.model
     if not isinstance(loaded, Loaded):
-        loaded = load(loaded, "fp16", dtype=command.dtype, calibration=command.calibration)
+        loaded = load(
+            loaded,
+            "fp16",
+            dtype=command.dtype,
+            calibration=command.calibration,
+            adapter_path=command.adapter_path,
+        )
     arms = Arms(loaded, kv, windows)
     parts = parts_of(arms, tasks, options)
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
@@ -84,6 +90,8 @@ def measured(
         )
     results = engine.computed(arms, parts, rows)
     data = report.assemble(arms, options, results, windows)
+    if command.adapter_path is not None:
+        data["model"] += f" with {Path(command.adapter_path).name}"
     data |= {"machine": machine() | gpu.device(), "versions": versions()}
     return data | {"seconds": round(time.perf_counter() - start, 1)}
 

@@ -21,6 +21,7 @@ from mlxkv.catalog.hub import fetch, require
 from mlxkv.catalog.option_checks import check_weights, dtype_name
 from mlxkv.catalog.reports import LayerReport, summarise
 from mlxkv.catalog.shapes import context_limit, text_config
+from mlxkv.console import user_path
 from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
@@ -109,6 +110,7 @@ def load(
     group: mx.distributed.Group | None = None,
     progress: Callable[[int, int], None] | None = None,
     weights: int | None = None,
+    adapter_path: Path | str | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) and attach a cache of preset `kv`.
 
@@ -117,7 +119,8 @@ def load(
     it too. fold: apply the map of values in the weights permanently; the model records it and can no longer be
     calibrated. group: processes that shard the model (mlx-lm's `model.shard`): each keeps its part of the weights and
     of the kv heads. progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds
-    unquantised matrices to 8-bit codes; in a GGUF file, the types for which MLX has no codes.
+    unquantised matrices to 8-bit codes; in a GGUF file, the types for which MLX has no codes. adapter_path: a folder
+    with a LoRA adapter, as mlx-lm's `load` takes it; with it, a model has calibrations and sessions of its own.
 
     Raises UserError, before heavy work if possible, and MachineError for a full disk.
     """
@@ -130,13 +133,16 @@ def load(
         calibration = read_calibration(calibration)
     source = resolve(name)
     require(source)
-    folder = check_folder(source.folder or fetch(source.repo))
+    adapter = None if adapter_path is None else user_path(adapter_path, "--adapter-path")
+    folder = check_folder(source.folder or fetch(source.repo), adapter)
     rendering.RENDERER.start()  # ready by the time the weights are read
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
     if size > 1:
         reading.check_shares(model, folder, size)
     notes = reading.set_dtype(model, dtype)
+    if adapter is not None:
+        notes.append(f"adapter {adapter.resolve().name}")  # no path: servers show the notes
     if size == 1:
         reading.read_model(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
@@ -148,7 +154,8 @@ def load(
         tokenizer.add_eos_token(end)
     mark = fingerprint(folder)
     context = context_limit(folder.config)
-    set_origin(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
+    place = folder.adapter or folder.path
+    set_origin(model, Origin(source.name, mark, place, tokenizer, context, calibration))
     layers = attach(model, config, strict, fold=fold, group=group)
     if (
         group is not None and size > 1

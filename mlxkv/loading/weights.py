@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import unwrap
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,6 +50,8 @@ def build(
             model, config = unwrap(load_model)(folder.path, lazy=True)
             if bits is not None:
                 nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
+            if folder.adapter is not None:
+                _adapt(model, folder.adapter)
             return model, config
         computed = getattr(mx, dtype or _usual(folder.config["dtype"]))
         arrays, modules = gguf.read_weights(folder, computed, bits, progress)
@@ -58,10 +61,26 @@ def build(
         model.load_weights(list(arrays.items()))
         model.eval()
         return model, dict(folder.config)
+    except UserError:
+        raise
     except Exception as error:  # mlx-lm may raise any error for damaged files
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{brief(error)}); got a {kind} in {folder.path}; fetch the model again"
+        ) from error
+
+
+def _adapt(model: nn.Module, adapter: Path) -> None:
+    """Put mlx-lm's adapter beside the weights, as its `load(adapter_path=)` does. Raises UserError."""
+    from mlx_lm.utils import load_adapters
+
+    try:
+        load_adapters(model, str(adapter))
+        model.eval()  # without dropout
+    except Exception as error:  # of any kind, for an adapter of another model
+        raise UserError(
+            f"[--adapter-path] the adapter does not fit the model ({type(error).__name__}: {brief(error)}); got "
+            f"{adapter}; choose the model that it was made with"
         ) from error
 
 
@@ -149,6 +168,10 @@ def dtype_of(model: nn.Module) -> mx.Dtype:
 def check_shares(model: nn.Module, folder: Folder, size: int) -> None:
     """Raise UserError if the model cannot be sharded over `size` processes."""
     kind, text = cut(folder.config["model_type"]), text_config(folder.config)
+    if folder.adapter is not None:
+        raise UserError(
+            f"[--adapter-path] adapters are for one process; got {size}; make one model of both with mlx_lm.fuse"
+        )
     if not hasattr(model, "shard"):
         raise UserError(
             f"[load] mlx-lm cannot spread this kind of model over processes; got a {kind} for {size} "

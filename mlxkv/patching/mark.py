@@ -160,8 +160,8 @@ _ORIGIN = "_mlxkv_origin"
 class Origin:
     """The source of a loaded model.
 
-    context: the longest context it was made for, in tokens, or None. calibration: as passed to
-    `load`, or None.
+    folder: where a calibration of it may lie: its own, or that of its adapter. context: the longest context it was made
+    for, in tokens, or None. calibration: as passed to `load`, or None.
     """
 
     name: str

@@ -48,6 +48,8 @@ def record(
         return y
 
     maps = {} if calls is None else {id(m): m for m in model.modules() if _is_map(m)}
+    for adapted in [m for m in maps.values() if "lora_a" in m]:  # the map is both together
+        maps.pop(id(adapted.get("linear")), None)
     try:
         with _hooked(list(maps.values()), note):
             for count in tokens:

@@ -33,12 +33,16 @@ _reports: set[tuple] = set()  # reports that were printed: a server may load a m
 
 
 def compress(
-    loaded: Any, options: Options, name: str, folder: Path | None = None
+    loaded: Any,
+    options: Options,
+    name: str,
+    folder: Path | None = None,
+    adapter: Path | None = None,
 ) -> list[LayerReport] | None:
     """Attach `options.kv` to the model that a loader returned, alone or first in a tuple. Returns the reports; None,
     with one line that says why and an unchanged model, if it cannot be attached.
 
-    name, folder: of the model, to find or make its calibration. A tokenizer is taken from the tuple.
+    name, folder, adapter: of the model, to find or make its calibration. A tokenizer is taken from the tuple.
     """
     model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
     tokenizer = next((x for x in companions if not isinstance(x, dict)), None)
@@ -47,7 +51,7 @@ def compress(
         return _refuse("layers are dealt to processes (--pipeline)", options)
     try:
         if options.kv.calibrated and folder is not None:
-            set_origin(target, _origin(name, folder, tokenizer))
+            set_origin(target, _origin(name, folder, adapter, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
             reports = attach(target, options.kv, strict=options.strict)
@@ -60,17 +64,16 @@ def compress(
     return reports
 
 
-def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
+def _origin(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> Origin:
     """Return the model's origin. Raises UserError for a folder that mlxkv would not load."""
-    checked = check_folder(folder)
+    checked = check_folder(folder, adapter)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None:
         from mlx_lm.utils import load_tokenizer
 
         tokenizer = load_tokenizer(folder)
-    return Origin(
-        name, fingerprint(checked), checked.path, tokenizer, context_limit(checked.config)
-    )
+    place = checked.adapter or checked.path
+    return Origin(name, fingerprint(checked), place, tokenizer, context_limit(checked.config))
 
 
 def _refuse(reason: str, options: Options) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
@@ -25,10 +26,11 @@ NAMES = ("model_path", "path_or_hf_repo", "repo")  # of their first parameter
 
 
 class _Call(threading.local):
-    """The outermost loader call in this thread. folder: that weights were read from."""
+    """The outermost loader call in this thread. folder: that weights were read from. adapter: put beside them."""
 
     depth = 0
     folder: Path | None = None
+    adapter: Path | None = None
 
 
 _call = _Call()
@@ -75,7 +77,8 @@ def _wrapped(original: Callable, options: Options) -> Callable:
         name = args[0] if args else next((kwargs[n] for n in NAMES if n in kwargs), None)
         outermost = not _call.depth
         if outermost:
-            _call.folder = None
+            given = signature(original).bind(*args, **kwargs).arguments.get("adapter_path")
+            _call.folder, _call.adapter = None, Path(given) if given else None
         if original.__name__ == "load_model":
             _call.folder = Path(name) if isinstance(name, (str, Path)) else None
         _call.depth += 1
@@ -86,7 +89,7 @@ def _wrapped(original: Callable, options: Options) -> Callable:
         if outermost:
             from mlxkv.run.attach_loaded import compress
 
-            compress(loaded, options, str(name), _call.folder)
+            compress(loaded, options, str(name), _call.folder, _call.adapter)
         return loaded
 
     return loader

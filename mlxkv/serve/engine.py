@@ -126,7 +126,7 @@ class Engine:
         """Load the model and prepare decoding, in the decoding thread. Returns the model's fingerprint."""
         o = self.options
         settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, self.ranks.group)
-        self.loaded = load(o.models[0], *settings, weights=o.weights)
+        self.loaded = load(o.models[0], *settings, weights=o.weights, adapter_path=o.adapter_path)
         warm_up(self.loaded)
         return self.loaded.fingerprint
 

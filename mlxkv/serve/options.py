@@ -14,7 +14,7 @@ from mlxkv.catalog.option_checks import check_weights, dtype_name, template_argu
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.options import Calibration, Dtype, Kv, Strict, Weights
+from mlxkv.options import AdapterPath, Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
@@ -110,6 +110,7 @@ class ServeOptions:
         str | None, Option(help="JSON for the chat template; requests may change it.")
     ] = None
     kv_strict: Strict = False
+    adapter_path: AdapterPath = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None
@@ -138,11 +139,12 @@ class ServeOptions:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
-        if self.calibration is not None and len(self.models) > 1:
-            raise UserError(
-                f"[--calibration] is for one model; got {len(self.models)}: {', '.join(self.models)}; "
-                "leave it out, or serve each by itself"
-            )
+        for flag, value in (("calibration", self.calibration), ("adapter-path", self.adapter_path)):
+            if value is not None and len(self.models) > 1:
+                raise UserError(
+                    f"[--{flag}] is for one model; got {len(self.models)}: {', '.join(self.models)}; "
+                    "leave it out, or serve each by itself"
+                )
         parse_kv(self.kv)
         _ = self.packs  # raises for a line that names none
         dtype_name(self.dtype)

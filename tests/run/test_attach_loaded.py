@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from adapters import write_adapter
 from mlx_lm import generate
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -190,7 +191,9 @@ def test_loaders_are_wrapped_as_a_program_imports_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     given = []
     monkeypatch.setattr(
-        attach_loaded, "compress", lambda found, options, name, folder: given.append((found, name))
+        attach_loaded,
+        "compress",
+        lambda found, options, name, *folders: given.append((found, name)),
     )
     wrap.watch(Options(INT4))
     host = import_module("mlx_lm")
@@ -208,3 +211,25 @@ def test_loaders_are_wrapped_as_a_program_imports_them(tmp_path, monkeypatch):
     finally:
         for name in ("mlx_lm.utils", "mlx_lm"):
             sys.modules.pop(name)
+
+
+def test_with_an_adapter_it_is_another_model(model_folder, asking, monkeypatch, tmp_path):
+    made = []
+
+    def calibrate(model, origin):
+        made.append(origin)
+        tokens = origin.tokenizer.encode("The harbour of Amsel. " * 40)
+        return measure.calibrate(model, tokens, text="test", window=512)
+
+    monkeypatch.setattr(measure, "from_corpus", calibrate)
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
+    plain = mlx_lm.utils.load_model.__wrapped__(model_folder)[0]
+    adapter = write_adapter(tmp_path / "adapter", plain)
+    asking("int2")
+    read = mlx_lm.utils.load
+    models = [read(str(model_folder))[0], read(str(model_folder), None, None, str(adapter))[0]]
+    assert "lora_a" in models[1].layers[0].self_attn.o_proj and is_compressed(models[1])
+    assert len(made) == 2 and made[0].fingerprint != made[1].fingerprint
+    assert made[1].folder == adapter
+    for model in models:
+        detach(model)
