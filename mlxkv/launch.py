@@ -27,13 +27,15 @@ from typer import Argument, Context, Exit, Option
 
 from mlxkv import untrusted
 from mlxkv.catalog.aliases import complete_model, resolve
+from mlxkv.catalog.hub import context_of
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import complete_kv
-from mlxkv.options import KEY, PARENT
+from mlxkv.options import KEY, PARENT, PORT
 
-USUAL = "http://127.0.0.1:8080"
-LONGEST = 1 << 15  # tokens, in a dry run without a server to ask
+USUAL = f"http://127.0.0.1:{PORT}"
+LONGEST = 1 << 15  # tokens at most, in a dry run without a server to ask
+LEAST = 32_000  # tokens that the prompts, tools and files of these programs need
 MOST_OUTPUT = 8192  # longest reply in tokens; memory is reserved for it
 ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0  # the server saves its sessions meanwhile
@@ -41,12 +43,14 @@ END_SECONDS = 30.0  # the server saves its sessions meanwhile
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The server for a program. longest: tokens of a sequence, its reply included."""
+    """The server for a program. longest: tokens of a sequence, its reply included. tools: whether the model's chat
+    template has them."""
 
     url: str
     key: str
     model: str
     longest: int
+    tools: bool = True
 
     @property
     def output(self) -> int:
@@ -142,7 +146,7 @@ def launch(
     url: Annotated[
         str | None,
         Option(
-            help="A running server. Default: the one at port 8080, or a new one.",
+            help=f"A running server. Default: the one at port {PORT}, or a new one.",
             rich_help_panel="Server",
         ),
     ] = None,
@@ -210,8 +214,9 @@ def _run(
     if options and dry:
         path = Path(model := options[options.index("--model") + 1]).expanduser()
         name = path.resolve().name if path.exists() else model
-        say(shlex.join(["mlxkv", "serve", *options, "--port", "8080"]))
-        return _start(tool, program, Endpoint(USUAL, "", _sound(name), LONGEST), args, dry)
+        longest = min(LONGEST, context_of(model) or LONGEST)
+        say(shlex.join(["mlxkv", "serve", *options, "--port", str(PORT)]))
+        return _start(tool, program, Endpoint(USUAL, "", _sound(name), longest), args, dry)
     if options:
         with started(options) as endpoint:
             note(f"{endpoint.model} at {endpoint.url}, {endpoint.longest} tokens")
@@ -258,7 +263,8 @@ def ask(url: str, key: str) -> Endpoint | None:
         ) as response:
             about = untrusted.parse(response.read(1 << 20))
         name = _sound(about["model"])
-        return Endpoint(url, key, name, untrusted.whole(about["longest_tokens"], "longest_tokens"))
+        longest = untrusted.whole(about["longest_tokens"], "longest_tokens")
+        return Endpoint(url, key, name, longest, about.get("tool_calls") is not False)
     except UserError:
         raise
     except HTTPError as error:
@@ -327,6 +333,12 @@ def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Endpoint:
 
 
 def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str], dry: bool) -> int:
+    if endpoint.longest < LEAST:
+        note(
+            f"  {tool.program} needs {LEAST:,} tokens or more; {endpoint.model} has room for {endpoint.longest:,} here"
+        )
+    if not endpoint.tools:
+        note(f"  {tool.program} calls tools; the chat template of {endpoint.model} has none")
     # A dry run shows no key. Programs do not start without one, which a server without keys ignores.
     key = ("..." if dry else endpoint.key) if endpoint.key else "mlxkv"
     settings, first = tool.start(replace(endpoint, key=key))

@@ -12,6 +12,7 @@ from mlxkv.formats.names import complete_kv
 # Environment variables of a server: its keys, one a line (OpenCode and Codex read theirs from it, too); and the parent
 # process, with which it ends.
 KEY, PARENT = "MLXKV_API_KEY", "MLXKV_PARENT"
+PORT = 8642  # of the server; 8080 is Open WebUI's, llama.cpp's and mlx_lm.server's
 
 Model = Annotated[
     str,

@@ -101,6 +101,7 @@ class LoadedModel:
             "max_tokens": self.options.max_tokens,  # default of a request
             # Longest sequence, reply included, without other requests: bounded by memory and context.
             "longest_tokens": memory.longest(self.model_info.longest),
+            "tool_calls": loaded.tokenizer.has_tool_calling,
             "exact_tokens": window_of(loaded),  # shorter sequences are not compressed
             "batched": engine.is_batchable,
             "processes": engine.ranks.size,  # byte counts below are per process

@@ -14,7 +14,7 @@ from mlxkv.catalog.option_checks import check_weights, dtype_name, template_argu
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.options import AdapterPath, Calibration, Dtype, Kv, Strict, Weights
+from mlxkv.options import PORT, AdapterPath, Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
@@ -64,7 +64,7 @@ class ServeOptions:
         str,
         Option(help="Address; needs --api-key unless it is loopback.", rich_help_panel="Server"),
     ] = "127.0.0.1"
-    port: Annotated[int, Option(help="Port; 0 picks a free one.", rich_help_panel="Server")] = 8080
+    port: Annotated[int, Option(help="Port; 0 picks a free one.", rich_help_panel="Server")] = PORT
     api_key: Annotated[
         list[str] | None,
         Option(

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from random_models import write_model
 from serving import serving, until
 
 from mlxkv import launch as launching
@@ -72,6 +73,9 @@ def test_a_program_finds_the_server(tool, fake, running, monkeypatch, capfd):
     found = noted()
     env = found["env"]
     assert found["models"] == ["random"] and found["url"] == running.url
+    warned = capfd.readouterr().err
+    assert f"{tool} needs 32,000 tokens or more; random has room for 2,048 here" in warned
+    assert f"{tool} calls tools; the chat template of random has none" in warned
     assert found["args"][-4:] == ["-p", "hi there", "--model", "x"]
     assert ("ANTHROPIC_API_KEY" in env) == (tool != "claude")
     if tool == "claude":
@@ -90,8 +94,15 @@ def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, tmp_path, capf
     assert lines[-1].startswith("codex -c ") and lines[-1].endswith(" 'a b'")
     assert main(["launch", "opencode", "-m", "qwen3-4b", "--kv", "int8", "--dry-run"]) == 0
     out = capfd.readouterr()
-    assert out.out.splitlines()[0] == "mlxkv serve --model qwen3-4b --kv int8 --port 8080"
+    assert out.out.splitlines()[0] == "mlxkv serve --model qwen3-4b --kv int8 --port 8642"
     assert '"model": "mlxkv/qwen3-4b"' in out.out and "npm install -g opencode-ai" in out.err
+    assert '"context": 32768' in out.out and "tokens or more" not in out.err
+    short = write_model(tmp_path / "short", max_position_embeddings=4096)
+    assert main(["launch", "claude", "-m", str(short), "--dry-run"]) == 0
+    out = capfd.readouterr()
+    assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW=4096" in out.out
+    assert "CLAUDE_CODE_MAX_OUTPUT_TOKENS=1024" in out.out
+    assert "claude needs 32,000 tokens or more; short has room for 4,096 here" in out.err
     (tmp_path / "m😀").mkdir()
     assert main(["launch", "codex", "-m", str(tmp_path / "m😀"), "--dry-run"]) == 0
     assert "-c 'model=\"m😀\"'" in capfd.readouterr().out  # TOML has no pairs of escapes
