@@ -137,6 +137,16 @@ def warn(text: str) -> None:
     _tell(captured.get())
 
 
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Print a warning, unless this process has printed it before."""
+    if text not in _warned:
+        _warned.add(text)
+        warn(text)
+
+
 @contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show progress on stderr: a bar in a terminal, else one line; nothing if `total` is 0. Yields a function to call

@@ -26,7 +26,11 @@ PICKS = ("fp16", "int8", "int4", "fill-4", "fill-3", "fill-2.25")  # what to cho
 # preset of that name; q3 and 3bit are the number.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:(?P<kind>int|q|kv)[-_ ]?)?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
+THEIRS = re.compile(r"i?q(?P<bits>[2-8])_\w+")  # llama.cpp's other types: q5_1, iq4_nl, q6_k
 DIAL = re.compile(r"\d*\.?\d+")
+SMALLEST = (
+    2.25  # bits: the fewest that answer questions about long texts (docs/results/pretrained.md)
+)
 # Of names that older versions took: other windows, groups, ranks and shares.
 OLDER = ("+", "static-", "oja-")
 IN_PYTHON = "; in Python also attach(model, replace(parse_kv('int4'), sink=16)) and any CacheConfig"
@@ -52,6 +56,17 @@ def _own_name(name: str) -> str:
 def dialled(bits: float) -> str:
     """Return the name of the best preset of about `bits` a value (docs/results/pretrained.md)."""
     return "fp16" if bits >= 16 else "int8" if bits >= 8 else f"{FILL}-{bits:g}"
+
+
+def warning_of(config: CacheConfig) -> str | None:
+    """Return a line for mixed bits below `SMALLEST`, else None."""
+    rates = [side.quantizer.budget for side in (config.keys, config.values)]
+    if any(rate is not None and rate < SMALLEST for rate in rates):
+        return (
+            f"--kv {config.label} is below {FILL}-{SMALLEST:g}, the smallest preset that answers well on the models we "
+            "measured"
+        )
+    return None
 
 
 def fallback_preset(config: CacheConfig) -> str | None:
@@ -127,7 +142,10 @@ def _has_own_name(config: CacheConfig) -> bool:
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
-    close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
+    if wrong and (match := THEIRS.fullmatch(wrong[0])):
+        close = [match["bits"] if match["bits"] in "23567" else f"int{match['bits']}"]
+    else:
+        close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 

@@ -25,7 +25,7 @@ from mlxkv.console import user_path
 from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_fold, parse_kv
+from mlxkv.formats.names import check_fold, parse_kv, warning_of
 from mlxkv.formats.quantizers import Quantizer
 from mlxkv.generate.stops import turn_end
 from mlxkv.loading import weights as reading
@@ -135,6 +135,8 @@ def load(
     require(source)
     adapter = None if adapter_path is None else user_path(adapter_path, "--adapter-path")
     folder = check_folder(source.folder or fetch(source.repo), adapter)
+    if (warning := warning_of(config)) is not None:
+        console.warn_once(warning)
     rendering.RENDERER.start()  # ready by the time the weights are read
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()

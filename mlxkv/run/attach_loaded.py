@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlxkv import console
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.catalog.folder import check_folder, fingerprint
@@ -22,6 +23,7 @@ from mlxkv.catalog.shapes import context_limit
 from mlxkv.console import human_bytes, note, one_line
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import warning_of
 from mlxkv.generate.usage import in_16_bits, in_use
 from mlxkv.loading.attach import attach
 from mlxkv.loading.warmup import print_reports
@@ -44,6 +46,8 @@ def compress(
 
     name, folder, adapter: of the model, to find or make its calibration. A tokenizer is taken from the tuple.
     """
+    if (warning := warning_of(options.kv)) is not None:
+        console.warn_once(warning)
     model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
     tokenizer = next((x for x in companions if not isinstance(x, dict)), None)
     target = cached_part(model)

@@ -155,7 +155,7 @@ def test_files_say_their_reach(model, tmp_path):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(measure, "TOKENS", 600)
-    monkeypatch.setattr(artifact, "_warnings", set())
+    monkeypatch.setattr(artifact.console, "_warned", set())
     return write_model(tmp_path / "model", max_position_embeddings=6000)
 
 

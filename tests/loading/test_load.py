@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 from random_models import WEIGHTS, config_of, error_of, folder, random_model, save, saved, tokens
 
+from mlxkv import console
 from mlxkv.catalog.aliases import HUB, PACKAGES, Source, resolve
 from mlxkv.catalog.shapes import context_limit
 from mlxkv.errors import UserError
@@ -155,6 +156,21 @@ LONG = 131072
 
 def yarn(factor: float, original: int) -> dict:
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def test_too_few_bits_are_told_once_before_the_work(folder, monkeypatch, capsys):
+    def build(*args):
+        raise UserError("[load] stops here; got it")
+
+    monkeypatch.setattr(weights, "build", build)
+    monkeypatch.setattr(console, "_warned", set())
+    for kv in (1, "fill-2", 1, 2.25, 3, "int4"):
+        error_of(folder, kv=kv)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        "--kv fill-1 is below fill-2.25",
+        "--kv fill-2 is below fill-2.25",
+    ]
 
 
 def test_context_limit():

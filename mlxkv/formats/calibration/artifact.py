@@ -68,7 +68,6 @@ FIELDS = {
 }
 BALANCES = {BALANCED, PCA, MIXED_BITS}  # transforms that are made of balanced ones
 Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
-_warnings: set[str] = set()  # warnings of this process
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,9 +441,8 @@ def find(
 def tell_reach(calibration: Calibration, context: int | None) -> None:
     """Warn, once a process, where the context of a model is longer than its calibration holds for."""
     line = calibration.shortfall(context)
-    if line is not None and line not in _warnings:
-        _warnings.add(line)
-        console.warn(line)
+    if line is not None:
+        console.warn_once(line)
 
 
 def with_digest(digest: str) -> Calibration | None:
