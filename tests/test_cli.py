@@ -98,7 +98,10 @@ def test_a_short_chat_says_that_nothing_is_compressed_yet(run, model_folder):
     yet = "nothing compressed yet (exact up to 192 tokens)"
     assert yet in run(*options, "hello")[1]
     said = run(*options, "hello" * 200)[1]
-    assert re.search(r"cache .* instead of .*, saves \d+ %; at [\d,]+ tokens .* saves", said)
+    short, ahead = said.splitlines()[-2:]
+    assert re.fullmatch(r"\[\d+ \+ \d tokens · .* · cache \d.* [KM]iB, saves \d+ %\]", short)
+    assert len(short) <= 80
+    assert re.fullmatch(r"\[at [\d,]+ tokens .* instead of .*, saves \d+ %\]", ahead)
     assert "nothing compressed (full precision)" in run(*options, "hello", "--kv", "fp16")[1]
     short, long = (last_json(run(*options, p, "--json")[0]) for p in ("hello", "hello" * 200))
     assert (short["bits_per_value"], short["kv_note"]) == (None, yet)

@@ -58,6 +58,7 @@ class Session:
         self.escaper, self.thinking = PromptEscaper(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.limit = loaded.context or 0
         self._packed: list[int] = []  # tokens of the pack that the conversation began with
+        self.told = False  # what the whole context will take
         self.reset()
 
     def reset(self) -> None:

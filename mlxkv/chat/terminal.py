@@ -40,7 +40,7 @@ HELP = {
     "/save FILE": "write the session with its cache to a file",
     "/load FILE": "continue a saved session",
     "/reset": "clear the conversation",
-    "/exit": "leave (so do exit, /bye and Ctrl-D)",
+    "/exit": "leave (so do exit, quit, /bye and Ctrl-D)",
     "Tab": "completes commands and the files of /save and /load",
     '\\ or """': 'a line that ends with \\ continues; """ starts and ends a message of several lines, as pasting does',
 }
@@ -102,7 +102,9 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     if options.json:
         print_json(report(session))
     elif not options.quiet:
-        note(stats_line(session))
+        note(f"[{session.stats.prompt_tokens} + {figures(session)}]")
+        if (line := outlook(session)) is not None:
+            note(f"[{line}]")
 
 
 def report(session: Session) -> dict:
@@ -134,17 +136,23 @@ def said(session: Session) -> dict:
     return {"reasoning": last["reasoning_content"].strip(), "text": last["content"].lstrip("\n")}
 
 
-def stats_line(session: Session) -> str:
-    """Return the last reply in one line, with the memory of its cache now and at the model's whole context."""
-    stats, usage = session.stats, session.usage()
-    memory = usage.line()
+def figures(session: Session) -> str:
+    """Return the length, the speed and the memory in use of the last reply, in a short line."""
+    stats, memory = session.stats, session.usage().saving(short=True)
+    speed = f"{stats.tokens_per_second:.1f} tokens/s"
+    return f"{stats.generated_tokens} tokens · {speed} · cache {memory}"
+
+
+def outlook(session: Session) -> str | None:
+    """Return, once a session, why nothing is compressed yet and what the model's whole context will take."""
+    if session.told:
+        return None
+    session.told, usage = True, session.usage()
+    lines = [usage.note] if usage.note else []
     if usage.window and usage.tokens < session.limit:
         ahead = session.projected(session.limit)
-        memory += f"; at {ahead.tokens:,} tokens {ahead.saving()}"
-    return (
-        f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {memory}]"
-    )
+        lines.append(f"at {ahead.tokens:,} tokens {ahead.saving()}")
+    return "; ".join(lines) or None
 
 
 @contextlib.contextmanager
@@ -291,13 +299,10 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
     ending = " · stopped" if stats.finish_reason == "stopped" else ""
     if (cut := session.cut_off) is not None:
         ending += f" · {cut}"
-    memory = session.usage().saving()
     out.print()
-    _dim(
-        out,
-        f"{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
-        f"cache {memory}{ending}",
-    )
+    _dim(out, f"{figures(session)}{ending}")
+    if (line := outlook(session)) is not None:
+        _dim(out, line)
 
 
 def _command(session: Session, out: Console, line: str) -> bool:
@@ -313,7 +318,7 @@ def _command(session: Session, out: Console, line: str) -> bool:
         out.print(listed)
     elif name == "/stats":
         out.print(_stats(session))
-    elif name == "/reset":
+    elif name in ("/reset", "/clear"):
         session.reset()
         out.print("[dim]the conversation is cleared[/dim]")
     elif name == "/save":
@@ -367,7 +372,6 @@ def _stats(session: Session) -> Table:
         rows[f"at {limit} tokens"] = session.projected(session.limit).saving()
     rows |= {
         "cache allocated": f"{human_bytes(usage.allocated)}, with room to grow",
-        "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)

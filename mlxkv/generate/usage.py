@@ -74,13 +74,15 @@ class Usage:
             "kv_note": self.note,
         }
 
-    def saving(self) -> str:
-        """Return '5.1 MiB instead of 9.8 MiB, saves 48 %', or only the bytes if there is no saving."""
+    def saving(self, short: bool = False) -> str:
+        """Return '5.1 MiB instead of 9.8 MiB, saves 48 %', or only the bytes if there is no saving. short: without what
+        16 bits take."""
         packed = human_bytes(self.kv_bytes)
         if self.kv_bytes >= self.kv_bytes_fp16:
             return packed
         share = 100 * (1 - self.kv_bytes / self.kv_bytes_fp16)
-        return f"{packed} instead of {human_bytes(self.kv_bytes_fp16)}, saves {share:.0f} %"
+        full = "" if short else f" instead of {human_bytes(self.kv_bytes_fp16)}"
+        return f"{packed}{full}, saves {share:.0f} %"
 
     def line(self) -> str:
         """Return 'cache 5.1 MiB instead of 9.8 MiB, saves 48 %', with `note`, if any."""

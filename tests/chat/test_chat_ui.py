@@ -1,6 +1,7 @@
 """Ctrl-C, the history file and the progress bar of the terminal chat."""
 
 import os
+import re
 import signal
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from mlxkv.chat.session import Session
 from mlxkv.chat.terminal import LONG_PROMPT, interactive, prefill_bar, stop_on_interrupt
 from mlxkv.chat.typed import History
 from mlxkv.console import plain
+from mlxkv.loading.load import load
 
 
 def test_the_first_interrupt_asks_the_second_insists():
@@ -104,6 +106,16 @@ def test_a_reply_moves_no_terminal(loaded, monkeypatch, capsys):
     monkeypatch.setattr(session, "ask", ask)
     talk(session, ["hello"], monkeypatch)
     assert "a\\x1b]0;owned\\x07\n\tb\\x9b\nc" in capsys.readouterr().out
+
+
+def test_the_whole_context_is_told_once_a_session(model_folder, monkeypatch, capsys):
+    session = Session(load(str(model_folder), "int4"), max_tokens=4)
+    talk(session, ["hello", "and now?", "/reset", "again"], monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count("\n4 tokens · ") == 3
+    words = " ".join(out.split())
+    told = re.findall(r"nothing compressed yet .*?; at 2,048 tokens .*? saves \d+ %", words)
+    assert len(told) == words.count("saves") == 1
 
 
 def test_save_asks_before_it_replaces_a_file(loaded, tmp_path, monkeypatch, capsys):
