@@ -27,7 +27,8 @@ from typer import Argument, Context, Exit, Option
 
 from mlxkv import untrusted
 from mlxkv.catalog.aliases import complete_model, resolve
-from mlxkv.catalog.hub import context_of
+from mlxkv.catalog.hub import config_of
+from mlxkv.catalog.shapes import context_limit
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import complete_kv
@@ -214,7 +215,7 @@ def _run(
     if options and dry:
         path = Path(model := options[options.index("--model") + 1]).expanduser()
         name = path.resolve().name if path.exists() else model
-        longest = min(LONGEST, context_of(model) or LONGEST)
+        longest = min(LONGEST, context_limit(config_of(model)) or LONGEST)
         say(shlex.join(["mlxkv", "serve", *options, "--port", str(PORT)]))
         return _start(tool, program, Endpoint(USUAL, "", _sound(name), longest), args, dry)
     if options:

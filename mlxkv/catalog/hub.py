@@ -13,7 +13,6 @@ from mlxkv.catalog.aliases import CONFIGS, PACKAGES, Source, resolve
 from mlxkv.catalog.folder import INDEX, SMALL
 from mlxkv.catalog.gguf.config import read_config
 from mlxkv.catalog.gguf.header import is_gguf
-from mlxkv.catalog.shapes import context_limit
 from mlxkv.errors import MachineError, UserError, brief
 
 # No *.py: code that comes with a model is neither fetched nor run.
@@ -156,19 +155,20 @@ def locate(model: str) -> Place:
     return cached(source.repo) or _local(source.repo, fetch(source.repo, ["config.json", INDEX]))
 
 
-def context_of(model: str) -> int | None:
-    """Return the longest context, in tokens, that a model on this machine or of an alias was made for; None if it is
-    unknown here. Raises UserError for what names no model."""
+def config_of(model: str) -> dict:
+    """Return the config.json of a model on this machine or of an alias; {} if it is unknown here. Raises UserError for
+    what names no model."""
     source = resolve(model)
     place = cached(source.repo) if source.folder is None else _local(source.name, source.folder)
+    if place is None:
+        return CONFIGS.get(model.strip(), {})
     try:
-        if place is None:
-            return context_limit(CONFIGS.get(model.strip(), {}))
         if is_gguf(place.config):
-            return context_limit(read_config(place.config)[1])
-        return context_limit(untrusted.read_json(place.config, SMALL, infinity=True))
-    except (OSError, ValueError, TypeError):  # a folder that `load` will refuse
-        return None
+            return read_config(place.config)[1]
+        config = untrusted.read_json(place.config, SMALL, infinity=True)
+    except (OSError, ValueError):  # `load` says what is wrong
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _local(name: str, folder: Path) -> Place:

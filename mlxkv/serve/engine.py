@@ -15,15 +15,19 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import errors
+from mlxkv.catalog.hub import config_of
 from mlxkv.catalog.shapes import text_config
+from mlxkv.catalog.sizes import ModelPlan, need
 from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session as files_of_sessions
+from mlxkv.formats.names import parse_kv
 from mlxkv.generate import prompt_cache
 from mlxkv.generate.generation import prefill_step
 from mlxkv.generate.stops import ReplyText
 from mlxkv.generate.usage import usage, window_of
 from mlxkv.loading.load import Loaded, load
+from mlxkv.loading.outline import NotBuilt, outline
 from mlxkv.loading.warmup import step_down, warm_up
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.patching import mlx_lm_compat
@@ -36,6 +40,7 @@ from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.request import Job, Start, Token
 from mlxkv.serve.sampling import GREEDY, LogProbs
 from mlxkv.serve.sessions import Disk, Memory, Sessions, cut_padding, shapes_of, used_memory
+from mlxkv.untrusted import Unsound
 
 PROMPTS = 8  # prompts prefilled together
 SHORT = 64  # tokens of a request that any --kv-memory must fit
@@ -52,6 +57,16 @@ STEP_SECONDS = 1.0  # longest pause of replies for a prefill chunk
 CEILING = 0.9  # fraction of the machine's memory
 # Minimum of MLX's buffer cache limit in bytes; by default it is unbounded.
 FREED_MEMORY = 1 << 30
+
+
+def _least_bytes(options: ServeOptions) -> int:
+    """Return the bytes of the first model's caches with `SHORT` tokens, without slack, from its config.json alone; 0
+    where that does not say."""
+    try:
+        layers = outline(config_of(options.models[0]))[0]
+    except (NotBuilt, Unsound):
+        return 0
+    return need(ModelPlan("", layers, 0, ""), parse_kv(options.kv), SHORT).in_use
 
 
 class Engine:
@@ -125,10 +140,20 @@ class Engine:
     def _load(self) -> str:
         """Load the model and prepare decoding, in the decoding thread. Returns the model's fingerprint."""
         o = self.options
+        if o.memory_bytes is not None:
+            self._check_room(_least_bytes(o) // self.ranks.size, o.memory_bytes)
         settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, self.ranks.group)
         self.loaded = load(o.models[0], *settings, weights=o.weights, adapter_path=o.adapter_path)
         warm_up(self.loaded)
         return self.loaded.fingerprint
+
+    def _check_room(self, least: int, bound: int) -> None:
+        """Raise UserError if --kv-memory holds no request of `SHORT` tokens."""
+        if least > bound:
+            raise UserError(
+                f"[--kv-memory] no room for a single short request; got {self.options.kv_memory}; {SHORT} tokens need "
+                f"{human_bytes(least)} of cache; choose more"
+            )
 
     def _prepare(self) -> None:
         options, loaded = self.options, self.loaded
@@ -151,11 +176,8 @@ class Engine:
         self.memory = Memory(
             self.ranks.all_min(bound), shapes_of(caches), self._prefill_step, self.is_batchable
         )
-        if options.kv_memory and (need := self.memory.need(SHORT)) > self.memory.bound:
-            raise UserError(
-                f"[--kv-memory] no room for a single short request; got {options.kv_memory}; {SHORT} tokens need "
-                f"{human_bytes(need)} of cache; choose more"
-            )
+        if options.kv_memory:
+            self._check_room(self.memory.need(SHORT), self.memory.bound)
         folder, limit, disk = options.disk_folder, options.disk_bytes, None
         if folder and options.reuse:
             disk = self.ranks.run_on_all(lambda: Disk(folder, limit, loaded, self.ranks))

@@ -6,8 +6,10 @@ llguidance is an extra: MIT, one wheel for every Python from 3.10 on (macOS arm6
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -18,7 +20,12 @@ from mlxkv.serve.refusals import Postponed, Refused, bad
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-INSTALL = "pip install 'llguidance>=1.9,<2'"  # not mlxkv[...]: an index may have another mlxkv
+PACKAGE = "'llguidance>=1.9,<2'"  # not mlxkv[...]: an index may have another mlxkv
+# By a file that tools leave in the environments that they make for a program.
+INSTALLERS = {
+    "uv-receipt.toml": f"uv tool install --with {PACKAGE} . (in a clone)",
+    "pipx_metadata.json": f"pipx inject mlxkv {PACKAGE}",
+}
 LONGEST = 64 << 10  # maximum characters of a schema
 # Whitespace between JSON tokens is bounded: models would write spaces forever.
 WHITESPACE: JsonCompileOptions = {
@@ -39,12 +46,20 @@ def _library():
     return llguidance
 
 
+def _how_to_install() -> str:
+    """Return the command that puts llguidance into the environment of this process."""
+    for file, command in INSTALLERS.items():
+        if (Path(sys.prefix) / file).exists():
+            return command
+    return f"pip install {PACKAGE}"
+
+
 def of_schema(path: str, schema: object, compiles: bool = True) -> str:
     """Return llguidance's grammar for a JSON schema. path: the field, for errors. compiles: whether to compile it here.
     Raises Refused, and Postponed."""
     library = _library()
     if library is None:
-        reason = f"needs llguidance, which this server does not have; {INSTALL}"
+        reason = f"needs llguidance, which this server does not have; {_how_to_install()}"
         raise Refused(400, f"[{path}] {reason}", "not_installed")
     if not isinstance(schema, dict):
         raise bad(path, "must be a JSON schema, an object", schema)

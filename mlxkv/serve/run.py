@@ -12,16 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
-from starlette.middleware.cors import CORSMiddleware
 
 from mlxkv.catalog.rendering import RENDERER
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
+from mlxkv.generate.usage import Usage
 from mlxkv.loading import quality_check
 from mlxkv.metal.launch import device_type
 from mlxkv.options import PARENT
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.app import METHODS, Keys, RequestGuard, application
+from mlxkv.serve.http.app import METHODS, Keys, Origins, RequestGuard, application
 from mlxkv.serve.http.connection import HTTPServer, Limits, listen
 from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
@@ -56,7 +56,7 @@ class Server:
             raise
         self.server_address = self.socket.getsockname()
         keys, limits = Keys(), Limits()
-        guard = CORSMiddleware(
+        guard = Origins(
             RequestGuard(options, keys, limits, application(models, keys, limits)),
             allow_origins=options.origins,
             allow_methods=METHODS,
@@ -87,7 +87,7 @@ class Server:
     async def _end(self) -> None:
         with suppress(OSError):  # the terminal is gone
             note(
-                "ending: replies have a few seconds, sessions are put away; again cuts replies short"
+                f"stopping: replies have {GRACE:.0f} s to finish, then sessions are saved; Ctrl-C again stops at once"
             )
         await self._settle(GRACE, lambda: self._asked > 1)
         await asyncio.to_thread(self.loaded_model.close)
@@ -131,11 +131,10 @@ def run_server(options: ServeOptions) -> None:
     if group.size() == 1:
         quality_check.warn(loaded)
     length = min(loaded.context or SHOWN, SHOWN)
-    share = memory.in_use(length) / memory.fp16(length) if memory.fp16(length) else 1
+    cached = Usage(length, memory.in_use(length), memory.fp16(length), 0)
     place = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(
-        f"  caches: at most {human_bytes(memory.bound)}{place}; {length:,} tokens take {share:.0%} of what 16 "
-        "bits take"
+        f"  caches: at most {human_bytes(memory.bound)}{place}; {length:,} tokens take {cached.saving()}"
     )
     if not server.engine.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")

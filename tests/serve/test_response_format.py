@@ -1,6 +1,7 @@
 """Replies that follow a JSON schema, alone, in batches and behind thinking; calls of tools that a request forces."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -179,6 +180,17 @@ def test_without_the_library_it_is_refused(monkeypatch):
     with pytest.raises(Refused, match="pip install 'llguidance") as found:
         grammar.of_schema("response_format", PERSON)
     assert found.value.status == 400 and found.value.code == "not_installed"
+
+
+def test_the_command_is_for_the_environment_of_the_server(monkeypatch, tmp_path):
+    monkeypatch.setattr(grammar, "_library", lambda: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / "pipx_metadata.json").touch()
+    with pytest.raises(Refused, match=r"have; pipx inject mlxkv 'llguidance>=1.9,<2'$"):
+        grammar.of_schema("response_format", PERSON)
+    (tmp_path / "uv-receipt.toml").touch()
+    with pytest.raises(Refused, match=r"have; uv tool install --with 'llguidance>=1.9,<2' \."):
+        grammar.of_schema("response_format", PERSON)
 
 
 def allowed(logits: mx.array) -> list[int]:

@@ -1,5 +1,6 @@
 """Who may ask: keys, the addresses that guess them, targets, preflights."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -191,7 +192,9 @@ def test_over_http(model_folder, monkeypatch):
         )
         assert status == 200 and headers["Access-Control-Allow-Origin"] == origin
         asked["Origin"] = "http://evil.example"
-        status, headers, _ = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        status, headers, said = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        words = "[Origin] http://evil.example may not ask; see --allow-origin"
+        assert json.loads(said)["error"]["message"] == words
         assert status == 400 and "Access-Control-Allow-Origin" not in headers
         status, headers, _ = send(server, "GET", "/health", headers={"Origin": asked["Origin"]})
         assert status == 403 and "Access-Control-Allow-Origin" not in headers

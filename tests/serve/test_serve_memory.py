@@ -21,6 +21,9 @@ from small_models import TINY
 from mlxkv.errors import UserError
 from mlxkv.loading.attach import attach
 from mlxkv.loading.load import load
+from mlxkv.serve import engine
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Disk, Memory, Sessions, shapes_of
 
@@ -150,6 +153,15 @@ def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):
         disk.save([7 + i, 2], read(small.model, 5))
     assert [entry.tokens[0] for entry in disk.entries] == [8, 9]
     assert disk.nbytes <= disk.limit
+
+
+@pytest.mark.parametrize("kv", ["int4", "fp16"])
+def test_a_limit_that_holds_no_request_is_refused_before_the_weights_are_read(
+    model_folder, monkeypatch, kv
+):
+    monkeypatch.setattr(engine, "load", lambda *args, **options: pytest.fail("weights are read"))
+    with pytest.raises(UserError, match="no room for a single short request; got 20KB; 64 tokens"):
+        Engine(ServeOptions(model=[str(model_folder)], kv=kv, kv_memory="20KB")).wait_until_ready()
 
 
 def test_a_server_within_its_bound(model_folder, tmp_path):

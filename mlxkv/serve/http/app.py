@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
@@ -121,6 +123,20 @@ def _network(peer: str) -> str:
     return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
+class Origins(CORSMiddleware):
+    """Answers preflights, with the way on for origins that are not allowed."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer, origin = super().preflight_response(request_headers), request_headers["Origin"]
+        if self.is_allowed_origin(origin):
+            return answer
+        return JSONDocument(_foreign(origin).body(), answer.status_code, self.preflight_headers)
+
+
+def _foreign(origin: str) -> Refused:
+    return Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
+
+
 def check_host(headers: Mapping[str, str], options: ServeOptions, method: str = "GET") -> None:
     """Reject requests from web pages that are not allowed, except followed links. Raises Refused."""
     host = headers.get("Host") or ""
@@ -138,7 +154,7 @@ def check_host(headers: Mapping[str, str], options: ServeOptions, method: str = 
         origin = "a page of another site"
     allowed = (f"http://{host}", f"https://{host}", *options.origins)
     if origin is not None and origin not in allowed and "*" not in options.origins:
-        raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
+        raise _foreign(origin)
 
 
 def given_key(headers: Mapping[str, str]) -> str:

@@ -238,7 +238,8 @@ def test_what_is_no_text_is_refused(tab, tmp_path):
     tab.drop_files(*(tmp_path / name for name in names))
     tab.sees(
         "These files have about 10,000 tokens; this model takes 8,192. Not attached: "
-        "picture.png (not text), zeros.bin (not text), large.txt (4.0 MiB; at most 4.0 MiB)"
+        "picture.png (not text), zeros.bin (not text), large.txt (4.0 MiB; at most 4.0 MiB). "
+        "pdftotext makes text of a PDF; for images run mlx-vlm by mlxkv run."
     )
     tab.button("Remove long.txt")
     tab.shows("document.querySelectorAll('#attached li, .notice').length", 0)

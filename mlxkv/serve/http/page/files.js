@@ -33,11 +33,13 @@ export function start(changed) {
   };
 }
 
+const NO_TEXT = "(not text)", WAY_ON = "pdftotext makes text of a PDF; for images run mlx-vlm by mlxkv run.";
+
 async function take(list) {
   const refused = [];
   for (const file of list) {
     const text = file.size > MOST ? null : await read(file);
-    if (text === null) refused.push(`${file.name} (${file.size > MOST ? `${size(file.size)}; at most ${size(MOST)}` : "not text"})`);
+    if (text === null) refused.push(`${file.name} ${file.size > MOST ? `(${size(file.size)}; at most ${size(MOST)})` : NO_TEXT}`);
     else files.push({ name: file.name, size: file.size, text });
   }
   tell(refused);
@@ -50,7 +52,8 @@ async function take(list) {
 function tell(refused = []) {
   const about = files.reduce((sum, file) => sum + file.text.length, 0) / 4, lines = [];  // tokens, roughly
   if (context && about > context) lines.push(`These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(context)}.`);
-  if (refused.length) lines.push(`Not attached: ${refused.join(", ")}`);
+  if (refused.length) lines.push(`Not attached: ${refused.join(", ")}.`);
+  if (refused.some((line) => line.endsWith(NO_TEXT))) lines.push(WAY_ON);
   document.querySelector('#notices [data-kind="files"]')?.remove();
   if (lines.length) notice("files", lines.join(" "));
 }
