@@ -25,7 +25,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session
 from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.formats.session import PACK, PackedFile, SessionHeader
-from mlxkv.options import Calibration, Dtype, Json, Kv, Model, Weights
+from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Kv, Model, Weights
 
 WHERE = "read"
 PREVIEW = 300  # letters that `info` shows
@@ -57,6 +57,7 @@ class ReadOptions:
         bool,
         Option("--raw", help="No chat template: the text as it is.", rich_help_panel="Model"),
     ] = False
+    adapter_path: AdapterPath = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None
@@ -143,7 +144,7 @@ def run_read(options: ReadOptions) -> None:
     source = resolve(options.model)
     require(source)
     if options.add is not None:
-        check_model(header_of(options.add), options.model, source)
+        check_model(header_of(options.add), options.model, source, options.adapter_path)
     note(f"{options.model.strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):
         from mlxkv.chat.session import Session
@@ -159,6 +160,7 @@ def run_read(options: ReadOptions) -> None:
             calibration=options.calibration,
             progress=progress,
             weights=options.weights,
+            adapter_path=options.adapter_path,
         )
     loaded.print_report(device_type(), quiet=True)
     text, files, chat = joined(found), [file for file, _ in found], Session(loaded, raw=options.raw)

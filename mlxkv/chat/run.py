@@ -88,16 +88,17 @@ def check_session(load: str, options: ChatOptions, source: Source) -> None:
     head = files.read_header(files.file_named(load))
     if head.path.suffix not in files.ENDINGS:
         raise head.wrong("is not a session saved by mlxkv chat")
-    check_model(head, options.model, source)
+    check_model(head, options.model, source, options.adapter_path)
     files.check_cache(head, options.preset, options.cache)
 
 
-def check_model(head: files.SessionHeader, model: str, source: Source) -> None:
+def check_model(
+    head: files.SessionHeader, model: str, source: Source, adapter_path: str | None
+) -> None:
     """Raise UserError unless this version reads the file, and it is of this model, as far as a header tells."""
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
-        path = options.adapter_path
-        adapter = None if path is None else user_path(path, "--adapter-path")
+        adapter = None if adapter_path is None else user_path(adapter_path, "--adapter-path")
         model_fingerprint = fingerprint(folder.check_folder(source.folder, adapter))
         if head.entries["fingerprint"] != model_fingerprint:
             raise head.wrong(
