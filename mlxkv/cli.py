@@ -423,12 +423,20 @@ def fit(
             rich_help_panel="Cache",
         ),
     ] = None,
+    pack_size: Annotated[
+        bool,
+        typer.Option(
+            "--pack",
+            help="Also the size of a pack of so many tokens (mlxkv read).",
+            rich_help_panel="Output",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Estimate what fits in memory: the longest context by preset, of one model or of every alias."""
     from mlxkv.doctor.fit import run_fit
 
-    run_fit(model=model, context=context, memory=memory, kv=kv or [], as_json=json)
+    run_fit(model=model, context=context, memory=memory, kv=kv or [], as_json=json, pack=pack_size)
 
 
 @app.command(cls=ShareCommand)

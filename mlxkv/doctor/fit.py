@@ -50,17 +50,24 @@ Outline = tuple[list[LayerShape], int, int]  # layers, bytes of weights, working
 
 
 def run_fit(
-    *, model: str | None, context: str | None, memory: str | None, kv: list[str], as_json: bool
+    *,
+    model: str | None,
+    context: str | None,
+    memory: str | None,
+    kv: list[str],
+    as_json: bool,
+    pack: bool = False,
 ) -> None:
     """Estimate and print. model: None for every alias. kv: names of presets, possibly
-    comma-separated; empty for PICKS."""
+    comma-separated; empty for PICKS. pack: also the size of a pack of so many tokens."""
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
     presets = {name: parse_kv(name) for name in (names or PICKS)}
     if model is None:
-        if context is not None:
-            raise UserError(f"[--context] is for one model; got {context}; add --model NAME")
+        for option, given in (("--context", context), ("--pack", "it" if pack else None)):
+            if given is not None:
+                raise UserError(f"[{option}] is for one model; got {given}; add --model NAME")
         every_alias(presets, total, as_json)
         return
     plan = read_plan(model)
@@ -91,11 +98,15 @@ def run_fit(
         print_json(data)
         return
     print_table(
-        ["preset", "bits/value", "allocated", "in all", "fits", "longest context"],
+        [
+            *("preset", "bits/value", *(["pack"] if pack else []), "allocated"),
+            *("in all", "fits", "longest context"),
+        ],
         [
             [
                 row["preset"],
                 f"{row['bits_per_value']:.2f}",
+                *([human_bytes(row["kv_bytes"])] if pack else []),
                 human_bytes(row["kv_bytes_allocated"]),
                 human_bytes(row["total_bytes"]),
                 "yes" if row["fits"] else "no",

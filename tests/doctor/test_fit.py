@@ -168,6 +168,20 @@ def test_the_command(config_file, capsys):
     assert "more while a prompt is read" in out and "longest context" in out
 
 
+def test_a_pack_has_the_bytes_in_use(config_file, capsys):
+    words = ["fit", "--model", str(config_file), "--context", "8k", "--kv", "int4"]
+    assert main([*words, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["presets"]
+    assert main([*words, "--pack"]) == 0
+    out = capsys.readouterr().out
+    (head,) = [line.split() for line in out.splitlines() if " preset" in line]
+    (line,) = [line for line in out.splitlines() if line.startswith(" int4")]
+    assert head[2] == "pack" and f" {human_bytes(row['kv_bytes'])} " in line
+    assert main([*words]) == 0 and "pack" not in capsys.readouterr().out
+    assert main(["fit", "--pack"]) == 2
+    assert "[--pack] is for one model" in capsys.readouterr().err
+
+
 def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
     names = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-coder-30b")
     monkeypatch.setattr(fit, "HUB", {name: HUB[name] for name in names})
