@@ -177,7 +177,7 @@ def test_a_pack_has_the_bytes_in_use(config_file, capsys):
     (head,) = [line.split() for line in out.splitlines() if " preset" in line]
     (line,) = [line for line in out.splitlines() if line.startswith(" int4")]
     assert head[2] == "pack" and f" {human_bytes(row['kv_bytes'])} " in line
-    assert main([*words]) == 0 and "pack" not in capsys.readouterr().out
+    assert main(words) == 0 and " pack " not in capsys.readouterr().out
     assert main(["fit", "--pack"]) == 2
     assert "[--pack] is for one model" in capsys.readouterr().err
 
