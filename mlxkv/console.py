@@ -10,9 +10,9 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -148,31 +148,65 @@ def warn_once(text: str) -> None:
 
 
 @contextmanager
-def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show progress on stderr: a bar in a terminal, else one line; nothing if `total` is 0. Yields a function to call
-    before each of the `total` steps."""
+def progress(
+    what: str, total: float, begun: str = "this takes a while"
+) -> Iterator[Callable[..., None]]:
+    """Show on stderr how far long work is: in a terminal a bar with the time left, else a line now and at most one a
+    minute; nothing if `total` is 0. Yields a function that counts 1 or n more steps of `total`. begun: ends the first
+    line."""
+    if not total:
+        yield lambda n=1: None
+        return
     from rich.console import Console
 
     out = Console(stderr=True)
-    if not total or not out.is_terminal:
-        if total:
-            note(f"{what}: {total} to go, once")
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    if not out.is_terminal:
+        note(f"{what}: {begun}")
+        done, told = 0.0, _by_minutes(what)
 
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        def count(n: float = 1) -> None:
+            nonlocal done
+            done += n
+            told(done, total)
+
+        yield count
+        return
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True) as bars:
-        bar, begun = bars.add_task(what, total=total), count(1)
-        yield lambda: bars.update(bar, completed=next(begun))
+        bar = bars.add_task(plain(what), total=total)
+        yield lambda n=1: bars.advance(bar, n)
+
+
+def _by_minutes(what: str) -> Callable[[float, float], None]:
+    """Return a function of (done, all) that prints how far work is, at most once a minute."""
+    begun = said = time.monotonic()
+
+    def told(done: float, total: float) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if done and now - said >= 60:
+            said = now
+            left = human_time((now - begun) * (total - done) / done)
+            note(f"{what}: {done / total:.0%}, about {left} left")
+
+    return told
 
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a spinner on stderr, in a terminal only. Yields a function of (bytes done, all bytes) that shows a bar
-    instead."""
+    instead; without a terminal it prints a line, at most once a minute."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _by_minutes(what)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
@@ -291,6 +325,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def human_time(seconds: float) -> str:
+    """Return a time as text: 40 s, 3 min."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def parse_size(text: str, where: str, bare: str = "") -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,3 +168,35 @@ def test_a_chat_is_left_with_the_number_of_the_signal():
     with pytest.raises(SystemExit) as found, terminal.left_by_signals():
         signal.raise_signal(signal.SIGTERM)
     assert found.value.code == 128 + signal.SIGTERM
+
+
+def test_long_work_without_a_terminal_says_so_once_a_minute(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with console.progress("reading", 200, "two texts") as step:
+        for _ in range(150):
+            now += 2.0
+            step()
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: two texts",
+        "reading: 15%, about 6 min left",
+        "reading: 30%, about 5 min left",
+        "reading: 45%, about 4 min left",
+        "reading: 60%, about 3 min left",
+        "reading: 75%, about 2 min left",
+    ]
+    with console.progress("nothing", 0) as step:
+        step(5)
+    with console.working("quick") as told:
+        told(1, 2)
+    assert not capsys.readouterr().err
+
+
+def test_a_bar_has_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with console.progress("reading \x1b[/b] {0}", 4) as step:
+        step(2)
+    shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "reading \\x1b[/b] {0}" in shown and "50% -:--:--" in shown

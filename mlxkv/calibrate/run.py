@@ -10,9 +10,9 @@ from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.calibration import clips
 from mlxkv.calibration.fitting import read_calibration
 from mlxkv.calibration.learn import Outcomes, learn, steps
-from mlxkv.calibration.measure import LEAST, WINDOW, bos_of, on_text, progress_bar
+from mlxkv.calibration.measure import LEAST, WINDOW, bos_of, on_text
 from mlxkv.calibration.moments import Sample
-from mlxkv.console import human_bytes, note, print_table, say, user_path
+from mlxkv.console import human_bytes, note, print_table, progress, say, user_path
 from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
@@ -61,10 +61,10 @@ def run_fitting(options: CalibrateOptions) -> None:
     calibration, trials = _with_kept_clips(calibration, path), {}
     if searched := searched_presets(options):
         reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
-        with progress_bar(len(text.tokens) * len(searched), "searching clips") as progress:
+        with progress("searching clips", len(text.tokens) * len(searched)) as told:
             for name, config in searched.items():
                 calibration, trials[name] = clips.search(
-                    loaded.model, calibration, config, text.tokens, progress=progress, **reading
+                    loaded.model, calibration, config, text.tokens, progress=told, **reading
                 )
     seconds = time.perf_counter() - start
     artifact.write_calibration(path, calibration)
@@ -82,8 +82,8 @@ def run_learning(options: CalibrateOptions) -> None:
     samples: dict[str, Sample] = {}
     calibration = on_text(loaded.model, loaded, text, samples=samples)
     learned = Learned(**options.learning)
-    with progress_bar(steps(calibration, learned), "learning") as progress:
-        calibration, outcomes = learn(calibration, samples, learned, progress)
+    with progress("learning", steps(calibration, learned)) as told:
+        calibration, outcomes = learn(calibration, samples, learned, told)
     path = out or learned_path(calibration.fingerprint)
     artifact.write_calibration(path, calibration)
     report_learned(calibration, path, time.perf_counter() - start, outcomes)

@@ -7,7 +7,7 @@ Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,13 +52,18 @@ class ExchangeMeasure(sums.Exchange):
 
 
 def fisher(
-    model: nn.Module, heads: dict[Place, int], tokens: Sequence[int], first: list[int]
+    model: nn.Module,
+    heads: dict[Place, int],
+    tokens: Sequence[int],
+    first: list[int],
+    progress: Callable[[int], None] | None = None,
 ) -> dict[Place, np.ndarray]:
     """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
     if the model cannot be differentiated, or gradients are NaN or all 0. Raises RuntimeError if the GPU is
     lost.
 
-    heads: kv heads by cache. first: ids in front of each window. The attention function must be patched.
+    heads: kv heads by cache. first: ids in front of each window. progress: called with the tokens done since the last
+    call. The attention function must be patched.
     """
     totals, count = dict.fromkeys(heads, np.zeros(())), 0
     try:
@@ -71,6 +76,8 @@ def fisher(
             for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
                 g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
                 totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
+            if progress:
+                progress(len(part))
     except Exception as error:  # a foreign model may raise any error; fall back to equal layers
         if errors.is_of_lost_gpu(error):  # all later results would be wrong
             raise
@@ -86,10 +93,10 @@ def _gradients(
 ) -> list[mx.array]:
     """Return the gradients, float32, of the log-likelihood of tokens drawn by the model for each output of
     attention."""
-    order, tokens = list(places), mx.array(ids)[None]
-    shapes: list[tuple[int, ...]] = [()] * len(order)  # of the outputs
+    order = list(places)
+    shapes: list[tuple[int, ...]] = [()] * len(order)  # of the outputs for one token
 
-    def run(shifts: Sequence[mx.array] | None) -> mx.array:
+    def run(tokens: mx.array, shifts: Sequence[mx.array] | None) -> mx.array:
         def shifted(i: int, call: AttentionCall) -> mx.array | None:
             shapes[i] = call.out.shape
             return call.out + shifts[i].astype(call.out.dtype) if shifts else None
@@ -99,15 +106,16 @@ def _gradients(
             put(caches, place, PlainObserver(partial(shifted, i)))
         return model(tokens, cache=caches).astype(mx.float32)
 
-    logits = run(None)
-    drawn = mx.random.categorical(logits, key=mx.random.key(seed))
-    mx.eval(drawn)
+    tokens = mx.array(ids)[None]
+    run(tokens[:, :1], None)
 
     def likelihood(shifts: list[mx.array]) -> mx.array:
-        logits = run(shifts)
+        logits = run(tokens, shifts)
+        drawn = mx.random.categorical(mx.stop_gradient(logits), key=mx.random.key(seed))
         chosen = mx.take_along_axis(logits, drawn[..., None], -1)[..., 0]
         return (chosen - mx.logsumexp(logits, -1)).sum()
 
-    gradients = mx.grad(likelihood)([mx.zeros(shape) for shape in shapes])
+    zeros = [mx.zeros((b, heads, len(ids), dims)) for b, heads, _, dims in shapes]
+    gradients = mx.grad(likelihood)(zeros)
     mx.eval(gradients)
     return gradients

@@ -10,9 +10,7 @@ scores (`exchange`) and the amplification of errors in values by the output proj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxkv import console
 from mlxkv.calibration import TOKENS
 from mlxkv.calibration.exchange import ExchangeMeasure, fisher
 from mlxkv.calibration.moments import ROWS, Moments, Readers, Sample, rotations, unit_basis
@@ -29,7 +28,15 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import sums
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
-from mlxkv.formats.calibration.sums import LEAST, PROBES, WINDOW, windows
+from mlxkv.formats.calibration.sums import (
+    DIFFERENTIATED,
+    LEAST,
+    PROBES,
+    TIMES,
+    WINDOW,
+    windows,
+)
+from mlxkv.patching.blas import numpy_products
 from mlxkv.patching.fold import refuse_folded
 from mlxkv.patching.mark import Origin, layer_name, origin_of
 from mlxkv.patching.observers import PlainObserver
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from mlxkv.loading.load import Loaded
 
 CHUNK = 512  # tokens per call of the model
+GRADIENT = 3  # what a token takes that is differentiated, in tokens that are read
 Progress = Callable[[int], None]
 
 
@@ -60,7 +68,8 @@ def calibrate(
 
     tokens: the text, read in independent windows of `window` tokens, each after `bos`. positions: the length of context
     to calibrate for; by default the model's, or DEFAULT_CONTEXT if that is unknown. text: its name. progress: called
-    with the tokens done since the last call. samples: filled with up to ROWS keys and values per kv head by layer.
+    with the tokens done since the last call (GRADIENT times if they are differentiated). samples: filled with up to
+    ROWS keys and values per kv head by layer.
 
     Raises UserError for too little text, a model without compressible layers and one with folded weights; MachineError
     for NaN or infinity in a layer's outputs.
@@ -72,7 +81,7 @@ def calibrate(
             f"better {TOKENS}"
         )
     lead = [] if bos is None else [bos]
-    with patched(model):
+    with patched(model), numpy_products(lazy=_vocabulary(model)):
         shapes = _compressible(model)
         positions = positions or _positions(model)
         probes, longest = mx.array(list(tokens[:PROBES])), max(positions, window)
@@ -86,7 +95,11 @@ def calibrate(
             for place, output in sensitivities(model, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
-            for place, x in fisher(model, heads, tokens, lead).items():
+            with numpy_products():  # the logits, too
+                found = fisher(
+                    model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
+                )
+            for place, x in found.items():
                 moments[place].exchange = ExchangeMeasure(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
@@ -138,6 +151,12 @@ def _compressible(model: nn.Module) -> dict[Place, ProbedShape]:
     return shapes
 
 
+def _vocabulary(model: nn.Module) -> int:
+    """Return the number of logits."""
+    tables = (x for x in model.modules() if isinstance(x, nn.Embedding | nn.QuantizedEmbedding))
+    return max((table["weight"].shape[0] for table in tables), default=0)
+
+
 def _positions(model: nn.Module) -> int:
     origin = origin_of(model)
     return (origin and origin.context) or DEFAULT_CONTEXT
@@ -186,9 +205,11 @@ def on_text(
     text: Text,
     samples: dict[str, Sample] | None = None,
 ) -> Calibration:
-    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. samples: as in
+    """Calibrate on a text with progress on stderr. source: the model's tokenizer and context. samples: as in
     `calibrate`."""
-    with progress_bar(len(text.tokens)) as progress:
+    count = len(text.tokens)
+    steps = count + GRADIENT * min(count, TIMES * DIFFERENTIATED)
+    with console.progress("calibrating", steps, f"reading {count:,} tokens") as progress:
         return calibrate(
             model,
             text.tokens,
@@ -203,17 +224,6 @@ def on_text(
 def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
     """Calibrate with default settings, as `mlxkv calibrate` does."""
     return on_text(model, origin, calibration_tokens(origin, TOKENS))
-
-
-@contextmanager
-def progress_bar(total: int, title: str = "calibrating") -> Iterator[Progress]:
-    """Show a bar on stderr that disappears at the end."""
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-
-    with Bars(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(title, total=total)
-        yield partial(bars.advance, bar)
 
 
 def bos_of(tokenizer) -> int | None:

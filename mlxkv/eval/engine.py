@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from mlxkv import __version__, console, errors
 from mlxkv.errors import MachineError
@@ -107,20 +105,19 @@ def computed(
             missing.append((part, left))
     total = sum(part.steps * len(left) for part, left in missing)
     ended = len(parts) - len(missing)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    shown = Console(stderr=True, quiet=rows.file is None)
-    with Progress(*columns, TimeRemainingColumn(), console=shown, transient=True) as bars:
-        bar = bars.add_task("reading", total=total)
-        if ended:
-            bars.console.print(f"{ended} of {len(parts)} parts: kept from before", highlight=False)
+    quiet = rows.file is None  # a call from Python
+    if ended and not quiet:
+        console.note(f"{ended} of {len(parts)} parts: kept from before")
+    first = f"{len(missing)} of {len(parts)} parts"
+    with console.progress("reading", 0 if quiet else total, first) as progress:
         try:
             for part, left in missing:
                 start = time.perf_counter()
-                _compute(arms, part, left, rows, tolerant, lambda n: bars.advance(bar, n))
+                _compute(arms, part, left, rows, tolerant, progress)
                 ended += 1
-                title = console.plain(f"{part.task} {part.context} {part.text}")
-                line = f"{title}: {time.perf_counter() - start:.0f} s"
-                bars.console.print(line, highlight=False, markup=False)
+                seconds = time.perf_counter() - start
+                if not quiet:
+                    console.note(f"{part.task} {part.context} {part.text}: {seconds:.0f} s")
         except KeyboardInterrupt:
             if rows.file is not None:
                 console.note(

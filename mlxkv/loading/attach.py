@@ -273,7 +273,7 @@ def choose_kernels(fitted: Fitted, shapes: Mapping[Place, ProbedShape]) -> dict[
     builder, answers = launch.kernel_builder(), {}
     new = {(q, builder) for q in representatives.values() if builder and not q.unsupported} - _tried
     _tried.update(new)
-    with console.counted("building kernels", len(new)) as step:
+    with console.progress("building kernels", len(new), f"{len(new)} to go, once") as step:
         for q in unique:
             if builder and (representatives[q], builder) in new:
                 new.remove((representatives[q], builder))

@@ -101,7 +101,7 @@ def warm_up(loaded: Loaded) -> None:
     steps = steps_of(loaded.model)
     if device_type() == "cpu" or steps is None or steps.off:
         return
-    with console.counted("building decode steps", 1) as step:
+    with console.progress("building decode steps", 1, "1 to go, once") as step:
         step()
         try:
             _decode(loaded)
