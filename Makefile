@@ -1,5 +1,5 @@
 # make chat        talk to SmolLM2, which the first call downloads (93 MB; no terminal on stdin: make chat PROMPT="...")
-# make demo        one minute: a long text in fp16 and int4 side by side, and a question
+# make demo        a text of 2,000 tokens or more in fp16 and int4 side by side, and a question
 # make test        lint, format check, types and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make planted     plants faults in a copy of the code, a sample of five minutes, and says which ones tests catch;

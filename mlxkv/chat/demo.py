@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from mlxkv.console import human_bytes, note, print_json, say, working
+from mlxkv.console import human_bytes, human_time, note, print_json, say, working
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
@@ -31,12 +31,12 @@ QUESTION = "What is the secret ingredient of my grandmother's soup?"
 ANSWER, DEPTH = "saffron", 0.5  # the right answer; the share of the text before the fact
 CHUNK = 128  # tokens read into one cache, then into the other
 SECONDS = 30.0  # approximate reading time
-LEAST, MOST = 512, 7680  # bounds of the text's length in tokens
+LEAST, MOST = 2176, 7680  # bounds of the text's length in tokens
 LONGEST = 32  # tokens of an answer
 
 
 def run_demo(model: str, kv: str, as_json: bool) -> None:
-    """Load a model, read for half a minute, ask, and show both answers and the memory."""
+    """Load a model, read for half a minute, or longer for LEAST tokens, ask, and show both answers and the memory."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
     plain, packed = partial(own_caches, loaded.model), partial(new_cache, loaded)
@@ -45,13 +45,13 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
     if not any(layer.compressed for layer in loaded.layers):
         raise UserError(f"[demo] nothing is compressed; got {model} with --kv {kv}; choose others")
     with working("trying how fast this machine reads"):
-        count = _fitting(loaded, (plain(), packed()))
+        count, rate = _fitting(loaded, (plain(), packed()))
     tokens, depth = make_text(loaded, min(count, (loaded.context or MOST) - 2 * LONGEST))
     name = canonical(kv)
     if not as_json:
         say(
             f"{loaded.name} on {device_type()} reads one text of {len(tokens):,} tokens into two "
-            f"caches: fp16 and --kv {name}"
+            f"caches: fp16 and --kv {name}; about {human_time(len(tokens) / rate)} here"
         )
     caches, rows = {"fp16": plain(), name: packed()}, []
     chart = Chart(("fp16", name), len(tokens), quiet=as_json)
@@ -90,7 +90,7 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
         f"{max(layer.bits_per_value for layer in loaded.layers if layer.compressed):g} bits"
     )
     note(
-        f"[read twice in {seconds:.0f} s; what fits your Mac: mlxkv fit -m llama-3.1-8b; "
+        f"[read twice in {seconds:.0f} s; what fits here: mlxkv fit -m llama-3.1-8b; "
         "a larger model: mlxkv chat -m qwen3-4b]"
     )
 
@@ -137,13 +137,14 @@ def read_text(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
         yield min(start + CHUNK, len(tokens))
 
 
-def _fitting(loaded, sides: tuple[list, list]) -> int:
-    """Return how many tokens, in whole chunks, this machine reads into both caches in about `SECONDS`."""
+def _fitting(loaded, sides: tuple[list, list]) -> tuple[int, float]:
+    """Return how many tokens to read, in whole chunks, by what this machine reads into both caches in about `SECONDS`,
+    and how many it reads in a second."""
     list(read_text(loaded, [0] * CHUNK, list(sides)))  # builds kernels
     begun = time.perf_counter()
     list(read_text(loaded, [0] * CHUNK, list(sides)))
     rate = CHUNK / (time.perf_counter() - begun)
-    return int(min(MOST, max(LEAST, SECONDS * rate))) // CHUNK * CHUNK
+    return int(min(MOST, max(LEAST, SECONDS * rate))) // CHUNK * CHUNK, rate
 
 
 def _answer(loaded, last: list[int], caches: list) -> str:
@@ -179,7 +180,10 @@ class Chart:
             self._live.stop()
 
     def add(self, tokens: int, first: int, second: int) -> None:
-        """Record the bytes of both caches with this many tokens."""
+        """Record the bytes of both caches with this many tokens; not where the second is larger, as it may be before
+        it compresses anything."""
+        if second > first:
+            return
         last_tokens = self.points[-1][0] if self.points else 0
         self.points.append((tokens, first, second))
         if self._live is not None:

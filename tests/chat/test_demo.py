@@ -7,15 +7,17 @@ import sys
 import pytest
 from rich.console import Console
 
+from mlxkv.chat import demo
 from mlxkv.chat.demo import ANSWER, HEIGHT, Chart
 from mlxkv.cli import main
+from mlxkv.loading.load import load
 
 
 @pytest.fixture(scope="module")
 def shown(smollm2) -> dict:
     """The document of a short demo on SmolLM2."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxkv.chat.demo._fitting", lambda *_: 512)
+        patch.setattr("mlxkv.chat.demo._fitting", lambda *_: (512, 100.0))
         patch.setattr(sys, "stdout", io.StringIO())
         assert main(["demo", "--json"]) == 0
         return json.loads(sys.stdout.getvalue().splitlines()[-1])
@@ -42,6 +44,24 @@ def test_lines_where_there_is_no_terminal(capsys):
             chart.add(tokens, tokens * 1024, tokens * 256)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[-1] == "  1,000 tokens: fp16 1000.0 KiB, int4 250.0 KiB"
+
+
+def test_a_slow_machine_reads_2000_tokens_too(monkeypatch, smollm2):
+    clock = iter([0.0, 64.0])
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(demo, "read_text", lambda *_: iter(()))
+    loaded = load(str(smollm2), "fp16")
+    count, rate = demo._fitting(loaded, ([], []))
+    assert rate == demo.CHUNK / 64 and 2000 <= len(demo.make_text(loaded, count)[0]) <= count
+
+
+def test_the_chart_begins_where_something_is_compressed(capsys):
+    with Chart(("fp16", "int4"), 400) as chart:
+        for tokens, first, second in ((100, 100, 100), (200, 200, 210), (400, 400, 300)):
+            chart.add(tokens, first * 1024, second * 1024)
+    assert [tokens for tokens, *_ in chart.points] == [100, 400]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["100", "400"]
 
 
 def test_the_chart_has_the_heights_of_its_numbers():
