@@ -1,6 +1,7 @@
 """`mlxkv.eval` in Python: the command's own rows, nothing printed, errors that name arguments."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+import repo_pages
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxkv
@@ -16,6 +18,7 @@ from mlxkv.cli import main
 from mlxkv.eval import call
 from mlxkv.eval import run as evaluation
 
+PAGE = repo_pages.ROOT / "docs" / "guide" / "research.md"
 ROUGH = Method("rough", lambda x: {"x": mx.round(x).astype(mx.int8)}, lambda s: s["x"])
 EXACT = Method("exact", lambda x: {"x": x}, lambda s: s["x"])
 
@@ -58,6 +61,18 @@ def test_a_method_and_a_loaded_model(model_folder):
     assert make_prompt_cache(loaded.model)[0].config.label == "int8"
     first = "import mlxkv; first = mlxkv.eval; import mlxkv.eval.rows; assert first is mlxkv.eval"
     subprocess.run([sys.executable, "-c", f"{first} and callable(first)"], check=True)
+
+
+def test_the_page_shows_code_that_runs(model_folder, capsys):
+    """With a small model in place of SmolLM2: the guide marks the block, which takes minutes, as not run."""
+    block = next(b for b in repo_pages.blocks(PAGE) if b.language == "python")
+    assert len([line for line in block.text.splitlines() if line.strip()]) < 25
+    small = block.text.replace('"smollm2", [', f"{str(model_folder)!r}, context=512, kv=[")
+    exec(compile(small, block.name, "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    for line, name in zip(printed, ("fp16", "int4", "nf4", "nf4, keys rotated"), strict=True):
+        form = rf"{name} +[\d.]+ bits, KL [\d.]+ \[[\d.]+, [\d.]+\], same next token [\d.]+%"
+        assert re.fullmatch(form, line), line
 
 
 def test_errors_name_arguments(subtests, model_folder):
