@@ -186,7 +186,7 @@ def test_the_picks_say_what_was_measured():
         assert said.kl == pytest.approx(kl, rel=0.05), name
         assert said.same == round(min(one.same(name, 8192) for one in models), 1), name
         row = rf"\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \(([\d.]+)\)"
-        assert float(re.search(row, speeds)[1]) == said.speed
+        assert float(re.search(row, speeds)[1]) == said.attention
 
 
 def test_numbers_and_names_that_users_of_other_tools_type(subtests):

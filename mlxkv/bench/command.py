@@ -34,7 +34,8 @@ OwnModel = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="An alias, a folder, a hub name; put it after the command, if there is one.",
+        help="An alias, a folder, a hub name; put it after the command, if there is one. gemma-3-1b, qwen2.5-1.5b, "
+        "qwen3-4b, qwen3-8b: random weights.",
     ),
 ]
 Bits = Annotated[

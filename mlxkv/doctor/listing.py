@@ -22,11 +22,12 @@ PAIR = "a pair takes its keys from one preset, its values from another: int8/int
 class Measured:
     """Quality and speed of a preset. kl: mean KL divergence from full precision, in nats, of tokens decoded after 8192;
     same: how often the likeliest next token is the same, in percent; both for the worst of three pretrained models.
-    speed: of decode attention over 32768 tokens, relative to full precision, on one H100. use: when to choose it."""
+    attention: speed of one token's attention over 32768 tokens, relative to full precision, on one H100. use: when to
+    choose it."""
 
     kl: float
     same: float
-    speed: float
+    attention: float
     use: str
 
 
@@ -78,18 +79,20 @@ def presets(as_json: bool, every: bool = False) -> None:
 def _picks(rows: dict[str, dict]) -> None:
     """Print the presets of MEASURED."""
     print_table(
-        ["--kv", "bits/value", "KL", "same token", "speed", "use it for"],
+        ["--kv", "bits/value", "KL", "same token", "attention", "use it for"],
         [
             [name, f"{rows[name]['bits_per_value']:.2f}", *_figures(m), m.use]
             for name, m in MEASURED.items()
         ],
     )
     print(
-        "bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact\n"
-        "KL, same token: after 8192 tokens, the worst of SmolLM2, Gemma 3 270M, Qwen2.5 0.5B\n"
-        "speed: decode attention over 32768 tokens against full precision, on one H100, not yet a Mac\n"
-        f"{PAIR}\n"
-        "mlxkv presets --all shows the others; mlxkv fit says what fits into this machine"
+        "bits/value: fp16 has 16; at least 128 tokens, first and last, stay exact\n"
+        "KL: how far probabilities of the next token move (nats, 0: not at all)\n"
+        "KL, same token: after 8,192 tokens, the worst of three models of 135M to 500M\n"
+        "attention: its speed over 32K tokens against fp16, one H100; a whole token is\n"
+        "  not faster at that length\n"
+        "KEYS/VALUES: keys of one preset, values of another: int8/int4\n"
+        "mlxkv presets --all shows the others; mlxkv fit says what fits here"
     )
 
 
@@ -97,7 +100,7 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
     return (
         f"{measured.kl:.4f}" if measured.kl >= 0.0001 else f"{measured.kl:.6f}",
         f"{measured.same:.1f} %",
-        f"{measured.speed:.2f}x",
+        f"{measured.attention:.2f}x",
     )
 
 

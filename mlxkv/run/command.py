@@ -47,7 +47,11 @@ def run_program(
     kv: Kv = "int4",
     strict: Annotated[
         bool,
-        Option("--strict", help="Exit with code 2 if a layer that grows stays uncompressed."),
+        Option(
+            "--kv-strict",
+            "--strict",
+            help="Exit with code 2 if a layer that grows stays uncompressed.",
+        ),
     ] = False,
     quiet: Annotated[
         bool,

@@ -95,6 +95,7 @@ def test_a_program_of_another_python_is_refused_by_name(path):
         (["mlx_lm.generate", "--kv-bits", "4"], "[run] --kv-bits has the program compress"),
         (["mlx_lm.generate", "--kv_bits=4"], "[run] --kv-bits has the program compress"),
         (["--strct", "mlx_lm.chat"], "did you mean --strict"),
+        (["--kv-strct", "mlx_lm.chat"], "did you mean --kv-strict"),
     ],
 )
 def test_refusals_are_one_line(words, line, capsys):
