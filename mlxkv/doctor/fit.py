@@ -195,7 +195,7 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
         f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
-        f"  about {human_bytes(data['transient_bytes'])} more while a prompt is read (counted in \"in all\")\n"
+        f'  about {human_bytes(data["transient_bytes"])} more while a prompt is read (counted in "in all")\n'
         f"  memory {human_bytes(data['memory_bytes'])}, "
         f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
         f"  context {data['context']} tokens of {plan.limit or 'unknown'}",

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from adapters import write_adapter
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.run import read_prompt, text_of
@@ -71,6 +72,17 @@ def test_a_session_is_looked_at_before_the_model_is_read(model_folder, tmp_path,
     codes, lines = begin(own, (*own, "--kv", "int8"), ("chat", "hi", "--load", path))
     assert codes[:3] == ["77", "2", "2"]
     assert "was saved with another cache; got --kv int4" in lines[-2]
+    assert "belongs to another model" in lines[-1]
+
+
+def test_a_session_goes_on_with_the_adapter_that_it_was_saved_with(model_folder, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", load(str(model_folder), "fp16").model)
+    session = Session(load(str(model_folder), "int4", adapter_path=adapter), max_tokens=4)
+    list(session.ask("hello"))
+    path = session.save(str(tmp_path / "talk"))
+    own = ("chat", "hi", "-m", model_folder, "--load", path)
+    codes, lines = begin((*own, "--adapter-path", adapter), own)
+    assert codes[:2] == ["77", "2"]
     assert "belongs to another model" in lines[-1]
 
 
