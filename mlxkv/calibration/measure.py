@@ -36,7 +36,6 @@ from mlxkv.formats.calibration.sums import (
     WINDOW,
     windows,
 )
-from mlxkv.patching.blas import numpy_products
 from mlxkv.patching.fold import refuse_folded
 from mlxkv.patching.mark import Origin, layer_name, origin_of
 from mlxkv.patching.observers import PlainObserver
@@ -81,7 +80,7 @@ def calibrate(
             f"better {TOKENS}"
         )
     lead = [] if bos is None else [bos]
-    with patched(model), numpy_products(lazy=_vocabulary(model)):
+    with patched(model):
         shapes = _compressible(model)
         positions = positions or _positions(model)
         probes, longest = mx.array(list(tokens[:PROBES])), max(positions, window)
@@ -95,10 +94,9 @@ def calibrate(
             for place, output in sensitivities(model, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
-            with numpy_products():  # the logits, too
-                found = fisher(
-                    model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
-                )
+            found = fisher(
+                model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
+            )
             for place, x in found.items():
                 moments[place].exchange = ExchangeMeasure(x)
         if samples is not None:
@@ -149,12 +147,6 @@ def _compressible(model: nn.Module) -> dict[Place, ProbedShape]:
         reason = next(iter(findings.refused.values()), "no layer has a cache that grows")
         raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
     return shapes
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """Return the number of logits."""
-    tables = (x for x in model.modules() if isinstance(x, nn.Embedding | nn.QuantizedEmbedding))
-    return max((table["weight"].shape[0] for table in tables), default=0)
 
 
 def _positions(model: nn.Module) -> int:
