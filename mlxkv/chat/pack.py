@@ -16,8 +16,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv import console
-from mlxkv.catalog.aliases import DEFAULT, is_model, resolve
-from mlxkv.catalog.hub import require
+from mlxkv.catalog.aliases import DEFAULT, REPO, is_model, resolve
+from mlxkv.catalog.hub import cached, require
 from mlxkv.catalog.option_checks import check_weights, dtype_name
 from mlxkv.chat.run import check_model, text_of
 from mlxkv.console import human_bytes, note, say, user_path, working
@@ -81,8 +81,13 @@ class ReadOptions:
 
 
 def defaults_of(head: SessionHeader, model: str, kv: str) -> tuple[str, str]:
-    """Return model and preset of a pack where the command line has the defaults."""
+    """Return model and preset of a pack where the command line has the defaults. Raises UserError for a model that is
+    not here: a file of somebody else's downloads nothing."""
     asked = head.entries.get("asked") or head.entries["model"]
+    here = is_model(asked) or Path(asked).exists() or (REPO.fullmatch(asked) and cached(asked))
+    if model == DEFAULT and not here:
+        name = session.printable(asked)
+        raise head.wrong(f"belongs to a model that is not here; got {name}; write -m {name}")
     return (
         asked if model == DEFAULT else model,
         head.entries["kv_name"] if kv == "int4" else kv,

@@ -304,8 +304,10 @@ class Sessions:
             del session  # frees its shared parts before the next look at the size
 
     def forget(self) -> None:
-        """Drop all sessions in memory; files stay."""
+        """Drop all sessions in memory, and packs, whose texts are read again; files stay."""
         self.entries.clear()
+        self.memory.bound += sum(session.nbytes for session in self.pinned)
+        self.pinned.clear()
 
     def close(self) -> None:
         """Evict all sessions to disk, if there is one, and unlock its folder."""

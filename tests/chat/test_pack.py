@@ -153,6 +153,26 @@ def test_what_is_no_text_and_no_pack_is_refused(model_folder, here, capsys, monk
     refused(["read", "one.pdf", *model], "pip install 'mlxkv[pdf]'", capsys)
 
 
+def test_a_pack_of_a_model_that_is_not_here_downloads_nothing(model_folder, here, capsys):
+    loaded = load(str(model_folder), "int4")
+    chat = Session(loaded, FACTS)
+    assert chat.read()
+    for asked in ("somebody/large-model", str(here / "gone")):
+        chat.pack(here / "foreign.kvpack", [session.PackedFile("a.md", "0" * 64, 1)], asked)
+        refused(["chat", "--with", "foreign.kvpack", "Who?"], f"write -m {asked}", capsys)
+    words = [
+        "chat",
+        "--with",
+        "foreign.kvpack",
+        "-m",
+        str(model_folder),
+        "--max-tokens",
+        "2",
+        "Who?",
+    ]
+    assert main(words) == 0
+
+
 def test_a_session_is_no_pack(model_folder, here, capsys):
     chat = Session(load(str(model_folder), "int4"), max_tokens=4)
     list(chat.ask("hello"))

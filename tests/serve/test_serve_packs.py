@@ -89,6 +89,16 @@ def test_no_session_pushes_it_out(server):
     assert cached(ask(server, "facts", QUESTION)) > 700
 
 
+def test_a_fault_of_kernels_leaves_its_text(model_folder, packed):
+    with serving(model_folder, pack=[packed[0]]) as running:
+        bound, (pinned,) = running.engine.memory.bound, running.engine.sessions.pinned
+        running.engine.sessions.forget()
+        assert running.engine.memory.bound == bound + pinned.nbytes
+        body = {"model": "facts", "messages": QUESTION, "max_tokens": 2}
+        assert cached(post(running, "/v1/chat/completions", **body)) == 0
+        assert cached(post(running, "/v1/chat/completions", **body)) > 700
+
+
 def test_requests_share_a_batch_with_others(server):
     from concurrent.futures import ThreadPoolExecutor
 
