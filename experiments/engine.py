@@ -103,7 +103,7 @@ def speed(options: Namespace) -> None:
     start = time.time()
     llm = engine(
         options, str(to), load_format="dummy", skip_tokenizer_init=True, max_model_len=17000,
-        gpu_memory_utilization=0.9, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=64,
+        gpu_memory_utilization=options.memory, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=64,
         max_num_batched_tokens=8192, disable_log_stats=True, tensor_parallel_size=options.gpus,
         compilation_config={
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS
@@ -438,6 +438,7 @@ def main() -> None:
     parser.add_argument("what", choices=("speed", "quality", "alone", "load", "table"))
     parser.add_argument("cache", nargs="?")
     parser.add_argument("--cases", default="16x16384,64x8192,1x4096")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's, for speed")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--texts", type=int, default=12, help="of Python's library, for quality")
