@@ -16,7 +16,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv import console
-from mlxkv.catalog.aliases import DEFAULT, REPO, is_model, resolve
+from mlxkv.catalog.aliases import DEFAULT, is_model, resolve
 from mlxkv.catalog.hub import cached, require
 from mlxkv.catalog.option_checks import check_weights, dtype_name
 from mlxkv.chat.run import check_model, text_of
@@ -84,14 +84,22 @@ def defaults_of(head: SessionHeader, model: str, kv: str) -> tuple[str, str]:
     """Return model and preset of a pack where the command line has the defaults. Raises UserError for a model that is
     not here: a file of somebody else's downloads nothing."""
     asked = head.entries.get("asked") or head.entries["model"]
-    here = is_model(asked) or Path(asked).exists() or (REPO.fullmatch(asked) and cached(asked))
-    if model == DEFAULT and not here:
+    if model == DEFAULT and not _is_here(asked):
         name = session.printable(asked)
         raise head.wrong(f"belongs to a model that is not here; got {name}; write -m {name}")
     return (
         asked if model == DEFAULT else model,
         head.entries["kv_name"] if kv == "int4" else kv,
     )
+
+
+def _is_here(model: str) -> bool:
+    """Return whether a model needs no download."""
+    try:
+        source = resolve(model)
+    except UserError:
+        return False
+    return bool(cached(source.repo)) if source.folder is None else source.folder.exists()
 
 
 def header_of(name: str) -> SessionHeader:
@@ -142,14 +150,15 @@ def joined(found: list[tuple[PackedFile, str]]) -> str:
 
 def run_read(options: ReadOptions) -> None:
     """Read files into a pack. Raises UserError, MachineError."""
-    if options.add is not None:
-        model, kv = defaults_of(header_of(options.add), options.model, options.kv)
+    head = None if options.add is None else header_of(options.add)
+    if head is not None:
+        model, kv = defaults_of(head, options.model, options.kv)
         options = replace(options, model=model, kv=kv)
     path, found = options.path, contents(options.files)
     source = resolve(options.model)
     require(source)
-    if options.add is not None:
-        check_model(header_of(options.add), options.model, source, options.adapter_path)
+    if head is not None:
+        check_model(head, options.model, source, options.adapter_path)
     note(f"{options.model.strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):
         from mlxkv.chat.session import Session

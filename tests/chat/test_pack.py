@@ -157,7 +157,7 @@ def test_a_pack_of_a_model_that_is_not_here_downloads_nothing(model_folder, here
     loaded = load(str(model_folder), "int4")
     chat = Session(loaded, FACTS)
     assert chat.read()
-    for asked in ("somebody/large-model", str(here / "gone")):
+    for asked in ("somebody/large-model", "qwen3-4b", str(here / "gone")):
         chat.pack(here / "foreign.kvpack", [session.PackedFile("a.md", "0" * 64, 1)], asked)
         refused(["chat", "--with", "foreign.kvpack", "Who?"], f"write -m {asked}", capsys)
     words = [
