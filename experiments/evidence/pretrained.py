@@ -32,7 +32,6 @@ from mlxkv.calibration import TOKENS
 from mlxkv.calibration.measure import WINDOW, bos_of, calibrate
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
-from mlxkv.eval import reading
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.divergence import measure_stored
 from mlxkv.eval.engine import Part, computed
@@ -40,6 +39,7 @@ from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
+from mlxkv.generate import reading
 from mlxkv.loading.load import load
 from mlxkv.metal.launch import device_type
 

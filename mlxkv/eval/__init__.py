@@ -2,7 +2,7 @@
 
     command, run            the options, and a run of the command; call: from Python
     engine, rows            parts of a run, and their results, computed and stored
-    arms, reading           a model with several caches, and how it reads through them
+    arms                    a model with several caches
     divergence, retrieval   the tasks; questions: documents with facts in them, and questions about these
     report, verdict, plots, intervals   the output of a run
 

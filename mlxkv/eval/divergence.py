@@ -19,9 +19,9 @@ import numpy as np
 from mlxkv.catalog.shapes import text_config
 from mlxkv.corpora import sources
 from mlxkv.errors import MachineError
-from mlxkv.eval import reading
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.engine import Part, Results, TaskOptions
+from mlxkv.generate import reading
 from mlxkv.generate.generation import prefill_step
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk

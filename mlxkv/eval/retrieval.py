@@ -19,10 +19,10 @@ from typing import cast
 import mlx.core as mx
 
 from mlxkv.errors import MachineError, UserError, brief
-from mlxkv.eval import reading
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.questions import KINDS, Document, Question, document
+from mlxkv.generate import reading
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text

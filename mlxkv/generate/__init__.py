@@ -1,1 +1,1 @@
-"""Prompts, generation, stop words, roles, saved caches and memory in use."""
+"""Prompts, generation, reading, stop words, roles, saved caches and memory in use."""

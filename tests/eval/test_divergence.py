@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from mlxkv.corpora.sources import Text
-from mlxkv.eval import divergence, reading
+from mlxkv.eval import divergence
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.divergence import Tokens, summary
 from mlxkv.eval.engine import TaskOptions
+from mlxkv.generate import reading
 from mlxkv.loading.load import load
 
 CONTEXT, DECODE = 384, 24

@@ -11,10 +11,11 @@ from small_models import TINY
 
 from mlxkv.errors import MachineError
 from mlxkv.eval import questions as texts
-from mlxkv.eval import reading, retrieval
+from mlxkv.eval import retrieval
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import TaskOptions
 from mlxkv.eval.questions import KINDS, QUERIES, Question
+from mlxkv.generate import reading
 from mlxkv.loading.load import load
 
 SMALL = TaskOptions(contexts=(768,), questions=3, samples=2)
