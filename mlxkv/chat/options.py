@@ -17,7 +17,7 @@ from mlxkv.catalog.option_checks import (
 from mlxkv.errors import UserError
 from mlxkv.formats import session
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, parse_kv
+from mlxkv.formats.names import canonical, requested
 from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Kv, Model, Strict, Weights
 
 
@@ -135,10 +135,11 @@ class ChatOptions:
         return self.pack if self.load is None else self.load
 
     @property
-    def cache(self) -> CacheConfig:
-        """Return the configuration of `--kv`; for a session saved under a name that is gone, that of the file."""
+    def cache(self) -> CacheConfig | str:
+        """Return the configuration of `--kv`, or the share that it asks for, as text; for a session saved under a name
+        that is gone, the file's configuration."""
         try:
-            return parse_kv(self.preset)
+            return requested(self.preset)
         except UserError:
             if self.load is None:
                 raise

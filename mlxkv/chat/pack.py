@@ -23,7 +23,7 @@ from mlxkv.chat.run import check_model, text_of
 from mlxkv.console import human_bytes, note, say, user_path, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session
-from mlxkv.formats.names import canonical, parse_kv
+from mlxkv.formats.names import canonical, requested
 from mlxkv.formats.session import PACK, PackedFile, SessionHeader
 from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Kv, Model, Weights
 
@@ -64,7 +64,7 @@ class ReadOptions:
     json: Json = False
 
     def __post_init__(self):
-        parse_kv(canonical(self.kv))
+        requested(canonical(self.kv))
         dtype_name(self.dtype)
         check_weights(self.weights)
 
@@ -169,7 +169,7 @@ def run_read(options: ReadOptions) -> None:
     with working(f"reading {options.model.strip()}") as progress:
         loaded = load(
             options.model,
-            parse_kv(canonical(options.kv)),
+            requested(canonical(options.kv)),
             dtype=options.dtype,
             calibration=options.calibration,
             progress=progress,

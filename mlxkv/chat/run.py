@@ -89,7 +89,8 @@ def check_session(load: str, options: ChatOptions, source: Source) -> None:
     if head.path.suffix not in files.ENDINGS:
         raise head.wrong("is not a session saved by mlxkv chat")
     check_model(head, options.model, source, options.adapter_path)
-    files.check_cache(head, options.preset, options.cache)
+    if not isinstance(cache := options.cache, str):  # else once it is chosen
+        files.check_cache(head, options.preset, cache)
 
 
 def check_model(

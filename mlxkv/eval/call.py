@@ -12,7 +12,7 @@ from mlxkv.errors import UserError
 from mlxkv.eval.run import QUICK, measured
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import requested
 from mlxkv.formats.quantizers import Quantizer
 from mlxkv.loading.attach import attach
 from mlxkv.loading.load import Loaded
@@ -71,11 +71,12 @@ def eval(
     ]
 
 
-def _by_name(kv: Kv | Sequence[Kv]) -> dict[str, CacheConfig]:
+def _by_name(kv: Kv | Sequence[Kv]) -> dict[str, CacheConfig | str]:
     """Return the caches by name. Raises UserError."""
-    out: dict[str, CacheConfig] = {}
+    out: dict[str, CacheConfig | str] = {}
     for one in [kv] if isinstance(kv, Kv) else kv:
-        name = (config := parse_kv(one)).label
+        config = requested(one)
+        name = config if isinstance(config, str) else config.label
         if out.setdefault(name, config) != config:
             raise UserError(
                 f"[kv] two caches of one name; got {name!r}; name one of them otherwise"

@@ -17,7 +17,8 @@ from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.rows import Rows
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import parse_kv, requested
+from mlxkv.loading.agreement import choose
 from mlxkv.loading.load import Loaded, load
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
@@ -52,7 +53,7 @@ def run_eval(command: SimpleNamespace) -> int:
     names = dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(","))
     out = command.out and console.user_path(command.out, "--out")
     folder = out or Path("mlxkv-eval") / Path(command.model).name
-    data = measured(command, {name: parse_kv(name) for name in names}, level, folder)
+    data = measured(command, {name: requested(name) for name in names}, level, folder)
     report.write_page(data, folder)
     report.show(data)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
@@ -62,7 +63,10 @@ def run_eval(command: SimpleNamespace) -> int:
 
 
 def measured(
-    command: SimpleNamespace, kv: Mapping[str, CacheConfig], level: Level, folder: Path | None
+    command: SimpleNamespace,
+    kv: Mapping[str, CacheConfig | str],
+    level: Level,
+    folder: Path | None,
 ) -> dict:
     """Return `report.assemble` of a run. command: its options. kv: the caches, by name. folder: of the results, which
     a later run continues; None keeps them in memory and shows nothing. Raises UserError."""
@@ -77,7 +81,14 @@ def measured(
             calibration=command.calibration,
             adapter_path=command.adapter_path,
         )
-    arms = Arms(loaded, kv, windows)
+    configs: dict[str, CacheConfig] = {}
+    for name, cache in kv.items():
+        if isinstance(cache, str):
+            choice = choose(loaded, cache)
+            console.note(choice.line)
+            cache = parse_kv(choice.preset)
+        configs[name] = cache
+    arms = Arms(loaded, configs, windows)
     parts = parts_of(arms, tasks, options)
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # make a calibration for all of them, before the first result names one

@@ -3,6 +3,7 @@
     NUMBER          the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
     PRESET          a name of `formats.presets.PRESETS`
     fill-NUMBER     mixed bits, so many a value with scales: fill-2.25
+    SHARE%, auto    for commands that load a model: the fewest bits that keep such a share of its next tokens
     KEYS/VALUES     int8/int4: keys and windows of the first, values of the second; of equal numbers (fill-3) one
                     budget, of others (fill-3/fill-2) one each
 
@@ -31,6 +32,9 @@ DIAL = re.compile(r"\d*\.?\d+")
 SMALLEST = (
     2.25  # bits: the fewest that answer questions about long texts (docs/results/pretrained.md)
 )
+# A share of next tokens in place of bits (`formats.agreement`), percent; and what `auto` stands for.
+SHARE, LEAST, MOST = re.compile(r"(\d+(?:\.\d+)?) ?%"), 50, 99.9
+AUTO = "99%"
 # Of names that older versions took: other windows, groups, ranks and shares.
 OLDER = ("+", "static-", "oja-")
 IN_PYTHON = "; in Python also attach(model, replace(parse_kv('int4'), sink=16)) and any CacheConfig"
@@ -39,6 +43,20 @@ IN_PYTHON = "; in Python also attach(model, replace(parse_kv('int4'), sink=16)) 
 def canonical(text: str) -> str:
     """Translate names of other tools to a preset or pair: 'Q8_0/q4_0' -> 'int8/int4'. Unknown names are unchanged."""
     return "/".join(map(_own_name, text.strip().lower().split("/")))
+
+
+def bound_of(kv: object) -> float | None:
+    """Return the share that `--kv 99%` or `auto` asks for, None for anything else. Raises UserError for shares outside
+    LEAST to MOST percent."""
+    text = kv.strip().lower() if isinstance(kv, str) else ""
+    match = SHARE.fullmatch(AUTO if text == "auto" else text)
+    if match is None:
+        return None
+    if not LEAST <= float(match[1]) <= MOST:
+        raise UserError(
+            f"[--kv] no such share of next tokens; got {text!r}; choose {LEAST}% to {MOST}%, or fp16, which keeps all"
+        )
+    return float(match[1]) / 100
 
 
 def _own_name(name: str) -> str:
@@ -67,6 +85,14 @@ def warning_of(config: CacheConfig) -> str | None:
             "measured"
         )
     return None
+
+
+def requested(kv: str | float | CacheConfig | Quantizer) -> CacheConfig | str:
+    """Return the configuration that `kv` names; a share ("99%"), which a command asks of a model, as it is. Raises
+    UserError."""
+    if isinstance(kv, str) and bound_of(kv) is not None:
+        return kv
+    return parse_kv(kv)
 
 
 def fallback_preset(config: CacheConfig) -> str | None:
@@ -115,6 +141,11 @@ def parse_kv(text: str | float | CacheConfig | Quantizer) -> CacheConfig:
     if not isinstance(text, str):
         raise UserError(
             f"[kv] a preset's name, a number of bits or a CacheConfig; got {text!r}; choose from {', '.join(PICKS)}"
+        )
+    if bound_of(text) is not None:
+        raise UserError(
+            f"[--kv] a share of next tokens is asked of a model that mlxkv loads; got {text!r}; choose a preset or a "
+            "number of bits here, or use chat, serve, read, eval, fit or mlxkv.load"
         )
     canonical_name = canonical(text)
     names = canonical_name.split("/")

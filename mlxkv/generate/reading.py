@@ -29,10 +29,10 @@ def extend(loaded, cache: list, tokens: Sequence[int]) -> None:
         mx.eval([c.state for c in cache])
 
 
-def follow(loaded, cache: list, tokens: Sequence[int]) -> Iterator[mx.array]:
-    """Yield the logits after each of `tokens`, [n, vocabulary] float32 for DECODE tokens at a time; the cache grows."""
-    for start in range(0, len(tokens), DECODE):
-        logits = loaded.model(mx.array([tokens[start : start + DECODE]]), cache=cache)[0]
+def follow(loaded, cache: list, tokens: Sequence[int], step: int = DECODE) -> Iterator[mx.array]:
+    """Yield the logits after each of `tokens`, [n, vocabulary] float32 for `step` tokens at a time; the cache grows."""
+    for start in range(0, len(tokens), step):
+        logits = loaded.model(mx.array([tokens[start : start + step]]), cache=cache)[0]
         logits = logits.astype(mx.float32)
         mx.eval(logits)
         yield logits

@@ -25,9 +25,10 @@ from mlxkv.console import user_path
 from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_fold, parse_kv, warning_of
+from mlxkv.formats.names import bound_of, check_fold, parse_kv, warning_of
 from mlxkv.formats.quantizers import Quantizer
 from mlxkv.generate.stops import turn_end
+from mlxkv.loading import agreement
 from mlxkv.loading import weights as reading
 from mlxkv.loading.attach import attach
 from mlxkv.loading.sampling import Sampling
@@ -114,6 +115,7 @@ def load(
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) and attach a cache of preset `kv`.
 
+    kv: also a share, "99%" or "auto": the fewest bits that keep it, measured once for a model (`agreement.choose`).
     strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for unquantised weights; by default as stored,
     except that 16-bit weights become float32 if there is no GPU. calibration: as in `attach`; a later `attach` uses
     it too. fold: apply the map of values in the weights permanently; the model records it and can no longer be
@@ -125,8 +127,13 @@ def load(
     Raises UserError, before heavy work if possible, and MachineError for a full disk.
     """
     # First, so that a typo does not cost a download.
-    config = parse_kv(kv)
-    check_fold(config, fold)
+    size, bound = 1 if group is None else group.size(), bound_of(kv)
+    if bound is not None and size > 1:
+        raise UserError(
+            f"[--kv] a share is measured in one process; got {kv} and {size} of them; choose a number of bits"
+        )
+    config = parse_kv(kv if bound is None else "fp16")
+    check_fold(config, fold and bound is None)
     dtype = dtype_name(dtype)
     check_weights(weights)
     if calibration is not None:
@@ -139,7 +146,6 @@ def load(
         console.warn_once(warning)
     rendering.RENDERER.start()  # ready by the time the weights are read
     model, full_config = reading.build(folder, dtype, weights, progress)
-    size = 1 if group is None else group.size()
     if size > 1:
         reading.check_shares(model, folder, size)
     notes = reading.set_dtype(model, dtype)
@@ -158,12 +164,14 @@ def load(
     context = context_limit(folder.config)
     place = folder.adapter or folder.path
     set_origin(model, Origin(source.name, mark, place, tokenizer, context, calibration))
-    layers = attach(model, config, strict, fold=fold, group=group)
+    layers = attach(
+        model, config, strict and bound is None, fold=fold and bound is None, group=group
+    )
     if (
         group is not None and size > 1
     ):  # before weights are read, so that no process holds all of them
         reading.take_share(model, folder, group)
-    return Loaded(
+    loaded = Loaded(
         model=model,
         tokenizer=tokenizer,
         name=source.name,
@@ -183,6 +191,13 @@ def load(
             folder.headers[0].metadata if folder.is_gguf else None,
         ),
     )
+    if bound is not None:
+        choice = agreement.choose(loaded, kv)
+        loaded.kv = parse_kv(choice.preset)
+        loaded.kv_name = loaded.kv.label
+        loaded.layers = attach(model, loaded.kv, strict, fold=fold)
+        loaded.notes.append(choice.line)
+    return loaded
 
 
 def _tokenizer(folder: Folder, config: dict):

@@ -13,7 +13,7 @@ from mlxkv.catalog.aliases import DEFAULT, complete_model
 from mlxkv.catalog.option_checks import check_weights, dtype_name, template_arguments
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import requested
 from mlxkv.options import PORT, AdapterPath, Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")
@@ -145,7 +145,7 @@ class ServeOptions:
                     f"[--{flag}] is for one model; got {len(self.models)}: {', '.join(self.models)}; "
                     "leave it out, or serve each by itself"
                 )
-        parse_kv(self.kv)
+        requested(self.kv)
         _ = self.packs  # raises for a line that names none
         dtype_name(self.dtype)
         check_weights(self.weights)

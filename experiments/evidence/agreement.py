@@ -1,0 +1,139 @@
+"""See whether a share of next tokens is kept: `python -m experiments.evidence.agreement MODEL... -o ROWS`.
+
+`mlxkv.load(MODEL, "99%")` chooses a preset for each of --bounds on its own texts; then that preset and its neighbours
+on the dial are measured on twelve texts on which nothing was chosen, at each context. --table prints the rows: what was
+chosen, what was reached, texts below the bound, and the fewest bits that would have kept it on these twelve. ROWS gets
+JSON lines, appended as they come; the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from experiments.evidence.texts import DOCUMENTS, MANUAL, READ, Texts
+from experiments.options import Parser, words
+from mlxkv import console
+from mlxkv.errors import UserError
+from mlxkv.formats.agreement import DIAL
+from mlxkv.formats.names import bound_of, parse_kv
+from mlxkv.loading.agreement import NEXT, Readings, choose
+from mlxkv.loading.load import load
+
+HELD = (MANUAL, *READ, *(f"document-{i + 1}" for i in range(DOCUMENTS)))[:12]
+BELOW, ABOVE = 5, 1  # places on the dial around a choice that are measured, too
+LOST = 20  # one text in so many may be below a bound
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    if args.table:
+        return print(table(_read(args.output)))
+    for bound in args.bounds:
+        if bound_of(bound) is None:
+            raise UserError(f"[--bounds] no share; got {bound!r}; write 99%")
+    texts = Texts(args.texts or args.output.parent / "texts")
+    texts.make()
+    for model in args.models:
+        _measure(args, model, texts)
+
+
+def _measure(args, model: str, texts: Texts) -> None:
+    loaded = load(model, "fp16", dtype=args.dtype, calibration=args.calibration)
+    name = Path(model).name.removesuffix(".gguf")
+    done, bits = _read(args.output), {}
+    with args.output.open("a", encoding="utf-8") as file:
+
+        def write(row: dict) -> None:
+            print(json.dumps({"model": name} | row), file=file, flush=True)
+
+        for bound in args.bounds:
+            start, processor = time.perf_counter(), time.process_time()
+            choice = choose(loaded, bound)
+            spent = time.perf_counter() - start, time.process_time() - processor
+            console.note(f"{name}: {choice.line}")
+            if not any(x["model"] == name and x.get("bound") == choice.bound for x in done):
+                numbers = dict(
+                    zip(("seconds", "processor"), (round(x, 1) for x in spent), strict=True)
+                )
+                write(asdict(choice) | numbers)
+            bits[bound] = choice.preset
+        known = {(x["context"], x["preset"]) for x in done if x["model"] == name and "texts" in x}
+        for context in (console.parse_tokens(x, "--contexts") for x in args.contexts):
+            length = min(context, (loaded.context or context) - NEXT)
+            due = [x for x in around(bits.values()) if (context, x) not in known]
+            if not due:
+                continue
+            found = {held: texts.tokens(loaded, held, length + NEXT) for held in HELD}
+            kept = {held: tokens for held, tokens in found.items() if tokens is not None}
+            readings = Readings(loaded, length, NEXT)
+            with console.progress(f"{name} {context}", len(kept) * (1 + len(due))) as count:
+                readings.read(kept.values(), count)
+                for preset in due:
+                    same = readings.measured(preset, count).same
+                    about = {"context": context, "length": length, "preset": preset, "tokens": NEXT}
+                    write(about | {"texts": dict(zip(kept, same, strict=True))})
+
+
+def around(chosen: Sequence[str]) -> list[str]:
+    """Return the presets of the dial near those that were chosen, the fewest bits first."""
+    places = [DIAL.index(x) if x in DIAL else len(DIAL) for x in chosen]
+    near = {i for at in places for i in range(max(0, at - BELOW), min(len(DIAL), at + ABOVE + 1))}
+    return [*(DIAL[i] for i in sorted(near)), *(x for x in chosen if x not in DIAL and x != "fp16")]
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Return the rows as Markdown."""
+    head = "model | asked | chosen | context | same next token, % | least of a text | below | would have done"
+    lines = [head, " | ".join("---" for _ in head.split("|"))]
+    for choice in (x for x in rows if "bound" in x):
+        bound, chosen, model = choice["bound"], choice["preset"], choice["model"]
+        for context in sorted({x["context"] for x in rows if x["model"] == model and "texts" in x}):
+            of = {
+                x["preset"]: [n / x["tokens"] for n in x["texts"].values()]
+                for x in rows
+                if x["model"] == model and x.get("context") == context and "texts" in x
+            }
+            if chosen not in of:
+                continue
+            shares = of[chosen]
+            enough = next(_fewest(of, bound), "none measured")
+            below = f"{sum(x < bound for x in shares)} of {len(shares)}"
+            cells = f"{100 * sum(shares) / len(shares):.2f} | {100 * min(shares):.1f} | {below}"
+            lines.append(
+                f"{model} | {100 * bound:g}% | `{chosen}` | {context:,} | {cells} | `{enough}`"
+            )
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _fewest(of: dict[str, list[float]], bound: float) -> Iterator[str]:
+    """Yield the presets that at most one text in LOST is below, the fewest bits first."""
+    order = sorted(of, key=lambda x: parse_kv(x).bits_per_value(128, 128))
+    yield from (x for x in order if sum(s < bound for s in of[x]) * LOST <= len(of[x]))
+
+
+def _read(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _parser() -> Parser:
+    parser = Parser("evidence.agreement", __doc__)
+    add = parser.add_argument
+    add("models", nargs="*", help="names, files or folders")
+    add("--bounds", type=words, default=("99%", "97%"), help="shares by commas")
+    add("--contexts", type=words, default=("1k", "8k", "32k"), help="tokens by commas")
+    add("--output", "-o", type=Path, default=Path("runs/agreement.jsonl"), help="rows")
+    add("--texts", type=Path, help="folder of texts; default: beside ROWS, made there")
+    add("--calibration", type=Path, help="default: the model's own")
+    add("--dtype", help="float32, float16 or bfloat16; default: as stored, on a CPU float32")
+    add("--table", action="store_true", help="print the rows as Markdown, measure nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    console.run_tool(main)

@@ -1,0 +1,144 @@
+"""A bound on agreement in place of a number of bits (`--kv 99%`): what was measured for it, and what was chosen.
+
+Agreement is the share of next tokens whose likeliest one is the full cache's. A cache keeps a bound if a further text
+stays above it in 19 of 20 cases: the lower limit of Student's prediction interval over TEXTS texts. Choices are kept
+beside the user's calibrations, a JSON file for each model.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from mlxkv import __version__, files, untrusted
+from mlxkv.formats.calibration import artifact
+from mlxkv.untrusted import Unsound
+
+# What a choice is made from, the fewest bits first: with a calibration, and without one.
+DIAL = (
+    *(f"fill-{quarters / 4:g}" for quarters in range(9, 21)),
+    *("fill-5.5", "fill-6", "fill-6.5", "fill-7", "fill-7.5", "int8"),
+)
+PLAIN = ("int4", "int8")
+TEXTS = 6
+STUDENT = 2.015  # the 95th percentile of Student's t with TEXTS - 1 degrees of freedom
+LARGEST = 1 << 20  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The agreement of a preset on texts. context, tokens: read before, and compared, of each text. same: of each text,
+    tokens whose likeliest one is the full cache's."""
+
+    preset: str
+    context: int
+    tokens: int
+    same: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.same) / self.tokens
+
+    @property
+    def margin(self) -> float:
+        """Return by how much one text in 20 is below the mean. Needs TEXTS texts."""
+        assert len(self.same) == TEXTS
+        return STUDENT * stdev(self.same) / self.tokens * sqrt(1 + 1 / TEXTS)
+
+    def keeps(self, bound: float, margin: float | None = None) -> bool:
+        """Return whether 19 texts in 20 stay above a bound. margin: of another context, for fewer than TEXTS texts."""
+        return self.mean - (self.margin if margin is None else margin) >= bound
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The preset that keeps a bound. short, long: measured at two contexts; None for fp16, which needs no measuring,
+    and where the model's context or a minute allows no longer one. why: why it has no fewer bits, or "". date: of the
+    measurement, as YYYY-MM-DD."""
+
+    bound: float
+    preset: str
+    short: Measured | None
+    long: Measured | None
+    why: str
+    date: str
+
+    @property
+    def line(self) -> str:
+        """Return one line: the preset and what it keeps at each context."""
+        asked = f"{100 * self.bound:g}%: {self.preset}"
+        if self.short is not None:
+            asked += f", same next token {_percent(self.short.mean)} %"
+            low = max(0.0, self.short.mean - self.short.margin)
+            asked += f" [19 texts of 20: {_percent(low)} or more] at {_short(self.short.context)}"
+        if self.long is not None:
+            asked += f", {_percent(self.long.mean)} at {_short(self.long.context)}"
+        return asked + (f" ({self.why})" if self.why else "")
+
+
+def _percent(share: float) -> str:
+    return f"{int(1000 * share + 1e-9) / 10:g}"  # rounded down
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def path_of(fingerprint: str) -> Path:
+    """Return where choices of a model are kept."""
+    return artifact.folder() / f"{fingerprint}.agreement.json"
+
+
+def find(
+    fingerprint: str, bound: float, calibration: str | None, dtype: str | None = None
+) -> Choice | None:
+    """Return the choice that was kept for a model, or None. calibration: its digest; dtype: of the activations, any if
+    None. A file that is damaged or of another version counts as none."""
+    for entry in _entries(fingerprint):
+        with suppress(KeyError, TypeError, ValueError):
+            asked = entry["bound"], entry["calibration"], entry["version"]
+            if asked == (bound, calibration, __version__) and dtype in (None, entry["dtype"]):
+                return Choice(
+                    bound,
+                    entry["preset"],
+                    *(_measured(entry[name]) for name in ("short", "long")),
+                    str(entry["why"]),
+                    str(entry["date"]),
+                )
+    return None
+
+
+def keep(fingerprint: str, choice: Choice, calibration: str | None, dtype: str) -> Path:
+    """Keep a choice; one for the same question is replaced. Raises OSError and UserError."""
+    question = {
+        "bound": choice.bound,
+        "calibration": calibration,
+        "dtype": dtype,
+        "version": __version__,
+    }
+    others = [x for x in _entries(fingerprint) if any(x.get(k) != v for k, v in question.items())]
+    path = path_of(fingerprint)
+    files.make_folder(path.parent)
+    with files.written(path) as out:
+        out.write(json.dumps([*others, question | asdict(choice)], indent=1).encode())
+    return path
+
+
+def _entries(fingerprint: str) -> list[dict[str, Any]]:
+    try:
+        data = untrusted.read_json(path_of(fingerprint), LARGEST)
+    except (OSError, Unsound):
+        return []
+    return [x for x in data if isinstance(x, dict)] if isinstance(data, list) else []
+
+
+def _measured(data: Any) -> Measured | None:
+    if data is None:
+        return None
+    same = tuple(int(n) for n in data["same"])
+    return Measured(str(data["preset"]), int(data["context"]), int(data["tokens"]), same)

@@ -1,0 +1,185 @@
+"""Choose the preset with the fewest bits that keeps a share of the next tokens of a model: `--kv 99%`.
+
+Full precision reads CONTEXT tokens of six texts that no calibration reads; each preset that is tried stores them, and
+the next NEXT tokens of each text are read through it. The dial is bisected, so five of its eighteen presets are tried.
+What is chosen must keep the bound at the longest context that a minute allows, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import mlx.core as mx
+
+from mlxkv import console
+from mlxkv.calibration.fitting import find_calibration
+from mlxkv.corpora import corpus, sources
+from mlxkv.errors import UserError
+from mlxkv.formats import agreement
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
+from mlxkv.formats.names import bound_of, parse_kv
+from mlxkv.generate import reading
+from mlxkv.loading.attach import attach, detach
+from mlxkv.machine import machine_memory
+
+CONTEXT, NEXT = 1024, 512  # tokens read before, and compared
+STEP = 32  # tokens at once through a cache
+LONGER = (32768, 16384, 8192, 4096, 2048)  # contexts, the first that fits
+MINUTE = 60.0  # seconds for reading longer texts in full precision
+FEWEST = 2  # longer texts
+CHARACTERS = 6  # a token's, at most, in texts of the documentation
+SHARE = 8  # one in so many bytes of memory may hold full caches
+
+
+def choose(loaded, kv: str) -> Choice:
+    """Return the kept choice for a model (a `mlxkv.Loaded`) and a share such as "99%", or measure one and keep it.
+    Caches are detached."""
+    bound, model = bound_of(kv), loaded.model
+    assert bound is not None
+    calibration = find_calibration(model)
+    digest, dtype = calibration and calibration.digest, str(loaded.dtype)
+    choice = agreement.find(loaded.fingerprint, bound, digest, dtype)
+    if choice is None:
+        detach(model)
+        dial, why = _dial(loaded, calibration)
+        try:
+            choice = _chosen(loaded, bound, dial, why)
+        finally:
+            detach(model)
+        with suppress(OSError, UserError):
+            agreement.keep(loaded.fingerprint, choice, digest, dtype)
+    return choice
+
+
+def _dial(loaded, calibration) -> tuple[tuple[str, ...], str]:
+    """Return the presets to choose from, and why not all of them."""
+    if calibration is None:
+        return PLAIN, f"mlxkv calibrate --model {loaded.name} allows fewer bits"
+    config = parse_kv(DIAL[0])
+    if calibration.serves(config.fitted):
+        reports = attach(loaded.model, config, calibration=calibration)
+        detach(loaded.model)
+        if all(report.reason == config.label for report in reports if report.compressed):
+            return DIAL, ""
+    return PLAIN, "its layers or its calibration allow no mixed bits"
+
+
+def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
+    today, asked = date.today().isoformat(), f"choosing bits for {100 * bound:g}%"
+    most = loaded.context or LONGER[0]
+    tokens = min(NEXT, most // 2)
+    near = Readings(loaded, min(CONTEXT, most - tokens), tokens)
+    tried = len(dial).bit_length()
+    with console.progress(asked, TEXTS * (2 + tried), "measured once for a model") as count:
+        near.read(texts_of(loaded, near.length, TEXTS), count)
+        at = _first(dial, lambda preset: near.measured(preset, count).keeps(bound))
+    far = None
+    if at < len(dial) and (longest := near.longest()) is not None:
+        context, number = longest
+        far = Readings(loaded, context, tokens)
+        what = f"{asked} behind {context:,} tokens"
+        with console.progress(what, number * (2 + tried), "measured once for a model") as count:
+            far.read(texts_of(loaded, far.length, number), count)
+
+            def keeps(preset: str) -> bool:
+                margin = near.measured(preset, count).margin
+                return far.measured(preset, count).keeps(bound, margin)
+
+            if not keeps(dial[at]):
+                at += 1 + _first(dial[at + 1 :], keeps)
+    if at == len(dial):
+        last = near.measured(dial[-1])
+        best = f"{dial[-1]} keeps {100 * last.mean:.1f} %"
+        return Choice(bound, "fp16", None, None, best, today)
+    found = [texts.measured(dial[at]) for texts in (near, *([far] if far else []))]
+    return Choice(bound, dial[at], *(*found, None)[:2], why, today)
+
+
+def _first(presets: Sequence[str], keeps: Callable[[str], bool]) -> int:
+    """Return the place of the first preset that keeps the bound, where all behind it do; their number if none does."""
+    low, high = 0, len(presets)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if keeps(presets[middle]) else (middle + 1, high)
+    return low
+
+
+@dataclass
+class Readings:
+    """Texts of one context, read in full precision, and what presets keep of their next tokens."""
+
+    loaded: Any  # a `mlxkv.Loaded`
+    context: int
+    tokens: int
+    seconds: float = 0.0  # of reading them
+    _exact: list[tuple[Sequence[int], list, mx.array]] = field(default_factory=list)
+    _found: dict[str, Measured] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a text."""
+        return self.context + self.tokens
+
+    def read(self, texts: Iterable[Sequence[int]], count: Callable[[], None]) -> None:
+        """Read texts of `length` tokens each."""
+        detach(self.loaded.model)
+        start = time.perf_counter()
+        for text in texts:
+            exact = reading.prefill(self.loaded, text[: self.context])
+            self._exact.append((text, exact, self._likeliest(deepcopy(exact), text)))
+            count()
+        self.seconds = time.perf_counter() - start
+
+    def measured(self, preset: str, count: Callable[[], None] = lambda: None) -> Measured:
+        """Return what a preset keeps, measured once."""
+        if preset not in self._found:
+            attach(self.loaded.model, preset)
+            same = []
+            for text, exact, likeliest in self._exact:
+                cache = reading.stored(self.loaded, text[: self.context], exact)
+                same.append(int((self._likeliest(cache, text) == likeliest).sum()))
+                count()
+            detach(self.loaded.model)
+            self._found[preset] = Measured(preset, self.context, self.tokens, tuple(same))
+        return self._found[preset]
+
+    def longest(self) -> tuple[int, int] | None:
+        """Return the longest context that a minute and the memory allow, and for how many texts; None if none does."""
+        a_token = self.seconds / len(self._exact) / self.length
+        size = sum(cache.nbytes for cache in self._exact[0][1]) / self.context
+        for context in LONGER:
+            if context <= self.context or context + self.tokens > (self.loaded.context or 0):
+                continue
+            seconds = a_token * context * (1 + context / 16384)  # attention takes longer there
+            number = min(
+                TEXTS, int(MINUTE / seconds), int(machine_memory() / SHARE / size / context)
+            )
+            if number >= FEWEST:
+                return context, number
+        return None
+
+    def _likeliest(self, cache: list, text: Sequence[int]) -> mx.array:
+        logits = reading.follow(self.loaded, cache, text[self.context :], STEP)
+        out = mx.concatenate([mx.argmax(part, axis=-1) for part in logits])
+        mx.eval(out)
+        return out
+
+
+def texts_of(loaded, count: int, number: int) -> list[list[int]]:
+    """Return texts of `count` tokens that end with passages of the corpus, behind documentation of the running Python
+    where they are too short; no calibration reads them."""
+    start, docs, out = sources.start_of(loaded), [], []
+    for place, passage in enumerate([*corpus.passages("evaluation").values()][:number]):
+        tokens = loaded.tokenizer.encode(passage, add_special_tokens=False)
+        if len(tokens) < count:
+            docs = docs or sources.documentation("evaluation")
+            before = sources.BETWEEN.join(docs[place::TEXTS])[: CHARACTERS * count]
+            tokens = loaded.tokenizer.encode(before, add_special_tokens=False) + tokens
+        out.append([*start, *tokens[len(start) - count :]])
+    return out

@@ -1,0 +1,147 @@
+"""`--kv 99%`: the fewest bits that keep a share of the next tokens of a model, measured once and kept."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from mlxkv.errors import UserError
+from mlxkv.formats import agreement as kept
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Measured
+from mlxkv.formats.names import bound_of, parse_kv
+from mlxkv.loading import agreement
+from mlxkv.loading.load import load
+
+
+@pytest.fixture(autouse=True)
+def short(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(agreement, "CONTEXT", 192)
+    monkeypatch.setattr(agreement, "NEXT", 64)
+    monkeypatch.setattr(agreement, "LONGER", (256,))
+    return tmp_path / "calibration"
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [("99%", 0.99), (" 97.5 % ", 0.975), ("auto", 0.99), ("4", None), ("fill-3", None), (4, None)],
+)
+def test_a_share_is_told_from_bits(text, bound):
+    assert bound_of(text) == bound
+
+
+@pytest.mark.parametrize("text", ["100%", "20%", "0.99%"])
+def test_a_share_that_no_cache_is_chosen_for_is_refused(text):
+    with pytest.raises(UserError, match=r"^\[--kv\] no such share .* choose 50% to 99.9%, or fp16"):
+        bound_of(text)
+
+
+def test_what_has_no_model_to_measure_refuses_a_share():
+    with pytest.raises(UserError, match=r"^\[--kv\] a share of next tokens is asked of a model"):
+        parse_kv("99%")
+
+
+def test_one_text_in_twenty_may_be_below():
+    """Against simulation: of normal shares of seven texts, the seventh is below the limit of six in 5 %."""
+    mx.random.seed(0)
+    below, times = 0, 20_000
+    draws = (mx.random.normal((times, TEXTS + 1)) * 10 + 900).tolist()
+    for *six, seventh in draws:
+        found = Measured("int4", 1024, 1000, tuple(six))
+        below += seventh / 1000 < found.mean - found.margin
+    assert abs(below / times - 0.05) < 0.005
+
+
+def test_presets_are_bisected():
+    asked = []
+
+    def keeps(preset: str) -> bool:
+        asked.append(preset)
+        return DIAL.index(preset) >= 11
+
+    assert agreement._first(DIAL, keeps) == 11 and len(asked) <= 5
+    assert agreement._first(DIAL, lambda preset: False) == len(DIAL)
+    assert agreement._first(DIAL, lambda preset: True) == 0
+
+
+def faked(monkeypatch, shares: dict[str, float], later: dict[str, float] | None = None):
+    """Let presets keep these shares of every text, at a short and at a longer context."""
+
+    def measured(self, preset, count=None):
+        of = shares if self.context == 192 or later is None else later
+        same = tuple(round(1e6 * of[preset]) for _ in self._exact)
+        return Measured(preset, self.context, 1_000_000, same)
+
+    monkeypatch.setattr(agreement.Readings, "measured", measured)
+
+
+def test_the_fewest_bits_that_hold_at_both_contexts(model_folder, monkeypatch, short):
+    monkeypatch.setattr(agreement, "_dial", lambda loaded, calibration: (DIAL, ""))
+    shares = {name: 0.95 + 0.003 * i for i, name in enumerate(DIAL)}
+    later = {name: share - 0.007 for name, share in shares.items()}
+    faked(monkeypatch, shares)
+    loaded = load(str(model_folder), "fp16")
+    assert agreement.choose(loaded, "97%").preset == DIAL[7]
+    faked(monkeypatch, shares, later)
+    choice = agreement.choose(loaded, "98%")
+    assert choice.preset == DIAL[13]  # DIAL[10] at the short context
+    assert (choice.short.context, choice.long.context) == (192, 256)
+    assert choice.line.startswith("98%: fill-6, same next token 98.9 % [19 texts of 20: 98.9")
+    assert "98.2 at 256" in choice.line
+
+
+def test_where_none_holds_it_is_full_precision_with_the_reason(model_folder, monkeypatch):
+    faked(monkeypatch, {"int4": 0.9, "int8": 0.98})
+    loaded = load(str(model_folder), "99%")
+    assert loaded.kv_name == "fp16" and not loaded.kv.compresses
+    assert loaded.notes[-1] == "99%: fp16 (int8 keeps 98.0 %)"
+
+
+def test_a_model_is_loaded_with_its_choice_measured_once(model_folder, monkeypatch, short, capsys):
+    loaded = load(str(model_folder), "90%")
+    assert loaded.kv == parse_kv("int4") and loaded.layers[0].compressed  # a random model
+    assert loaded.report()[-1].startswith("90%: int4, same next token ")
+    assert "mlxkv calibrate" in loaded.notes[-1]
+    (file,) = short.glob("*.agreement.json")
+    assert loaded.fingerprint in file.name
+    (entry,) = json.loads(file.read_text())
+    assert entry["preset"] == "int4" and len(entry["short"]["same"]) == TEXTS and entry["date"]
+    monkeypatch.setattr(agreement, "_chosen", lambda *_: pytest.fail("measured again"))
+    assert load(str(model_folder), "90%").kv_name == "int4"
+    file.write_text("[{}, 3, {")
+    monkeypatch.undo()
+    assert kept.find(loaded.fingerprint, 0.9, None) is None
+
+
+def test_what_is_measured_is_what_the_cache_changes(model_folder):
+    """The share of a preset against one computed in one pass over the model without mlxkv's reading."""
+    loaded = load(str(model_folder), "fp16")
+    texts = agreement.texts_of(loaded, 256, TEXTS)
+    assert len({tuple(text) for text in texts}) == TEXTS and {len(text) for text in texts} == {256}
+    readings = agreement.Readings(loaded, 192, 64)
+    readings.read(texts, lambda: None)
+    assert readings.measured("fp16").same == (64,) * TEXTS
+    for (text, _, likeliest), whole in zip(readings._exact, texts, strict=True):
+        logits = loaded.model(mx.array([whole]))[0, 192:]
+        assert mx.array_equal(mx.argmax(logits, axis=-1), likeliest) and text is whole
+    rough = readings.measured("naive-int2").same
+    assert readings.measured("int8").mean > sum(rough) / 64 / TEXTS
+
+
+def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
+    from mlxkv.calibration.measure import calibrate
+    from mlxkv.formats.calibration.artifact import kept_path, write_calibration
+
+    loaded = load(str(model_folder), "fp16")
+    tokens = [i % 97 + 3 for i in range(512)]
+    made = calibrate(loaded.model, tokens, window=128, positions=512)
+    path = kept_path(loaded.fingerprint)
+    path.parent.mkdir(parents=True)
+    write_calibration(path, made)
+    assert agreement._dial(loaded, agreement.find_calibration(loaded.model)) == (DIAL, "")
+    assert agreement._dial(loaded, None)[0] == PLAIN
+    faked(monkeypatch, {name: 0.99 if name != DIAL[0] else 0.8 for name in DIAL})
+    assert load(str(model_folder), "95%").kv_name == DIAL[1]
+    choice = kept.find(loaded.fingerprint, 0.95, agreement.find_calibration(loaded.model).digest)
+    assert choice is not None and choice.preset == DIAL[1]
+    assert kept.find(loaded.fingerprint, 0.95, None) is None  # chosen for that calibration
