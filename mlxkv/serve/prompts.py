@@ -90,11 +90,12 @@ class Prompts:
         if not count:
             raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
         if context and count >= context:
-            reason = f"got {count} tokens; it takes {context}, the reply included"
-            message = f"[prompt] longer than the model's context; {reason}"
-            # Anthropic's clients compact the chat when they see this wording.
-            if APIS[path] is MESSAGES:
-                message = f"prompt is too long: {count} tokens > {context} maximum"
+            # Clients know this error by its words, and shorten the chat: Anthropic's and LangChain by "prompt is too
+            # long", LiteLLM, and with it aider, by OpenAI's.
+            message = f"prompt is too long: {count} tokens > {context} maximum"
+            if APIS[path] is not MESSAGES:
+                message += f"; this model's maximum context length is {context}, reply included"
+                message = f"[prompt] {message}"
             raise Refused(400, message, "context_length_exceeded")
         request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
         return Read(request, prompt, dropped)

@@ -161,6 +161,9 @@ def test_what_this_server_does_not_have(server):
         )
     long = refused(server, 400, prompt="a" * 2048)
     assert long["code"] == "context_length_exceeded"
+    # In the words by which clients know it: LangChain the first ones, LiteLLM the last.
+    assert "prompt is too long: 2048 tokens > 2048 maximum" in long["message"]
+    assert "this model's maximum context length is 2048" in long["message"]
     assert len(text_of(complete(server, "a" * 2045, 50)).encode()) <= 12  # 3 tokens are left
 
 
