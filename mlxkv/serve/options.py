@@ -84,7 +84,7 @@ class ServeOptions:
     max_tokens: Annotated[
         int,
         Option(help="Longest reply, unless the request names a length.", rich_help_panel="Server"),
-    ] = 512
+    ] = 4096
     max_requests: Annotated[int, Option(help="Requests in progress at once.")] = 64
     timeout: Annotated[
         float, Option(help="Time limit of a request, in seconds.", rich_help_panel="Server")

@@ -177,6 +177,23 @@ def test_an_mlx_lm_that_is_too_old_is_named(monkeypatch):
         serve(model=TINY, api_key=None)
 
 
+def test_a_container_reaches_a_server_for_others(model_folder):
+    """By the name that Docker gives this machine, and with the key: other names are refused only without one."""
+    docker = {"Host": "host.docker.internal:8642"}
+    with serving(model_folder, host="0.0.0.0", api_key="secret") as server:
+        assert send(server, "GET", "/v1/models", headers=docker)[0] == 401
+        docker["Authorization"] = "Bearer secret"
+        (model,) = get(server, "/v1/models", **docker)["data"]
+        asked = {"model": model["id"], "messages": [{"role": "user", "content": "a"}]}
+        path = "/v1/chat/completions"
+        assert send(server, "POST", path, asked | {"max_tokens": 1}, docker)[0] == 200
+    with serving(model_folder, api_key="secret") as server:
+        status, _, said = send(server, "GET", "/v1/models", headers=docker)
+        assert (
+            status == 403 and "--host 0.0.0.0 --api-key KEY" in json.loads(said)["error"]["message"]
+        )
+
+
 def test_over_http(model_folder, monkeypatch):
     origin = "http://app.example"
     with serving(model_folder, api_key="secret", allow_origin=[origin]) as server:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from scripted_models import ASK
 from serving import (
     ENDLESS,
     LONG,
@@ -65,6 +66,24 @@ def test_the_oldest_turns_are_dropped_where_that_is_asked_for(server, change, mo
     reply = post(server, CHAT, messages=talk(24), max_tokens=700)
     assert reply["kv"]["dropped_messages"] > 0
     assert reply["usage"]["total_tokens"] <= memory.longest(1 << 20)
+
+
+def test_a_reply_of_no_length_ends_where_the_model_ends_it(running, said):
+    """Most clients name none: Open WebUI, aider, llm, LangChain. What does not fit is cut, not refused."""
+    said[0] = "It rains. " * 120
+    (choice,) = post(running, CHAT, messages=ASK)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (said[0], "stop")
+    found = post(running, "/v1/responses", input=ASK)
+    assert found["status"] == "completed" and found["output"][0]["content"][0]["text"] == said[0]
+
+
+def test_a_reply_of_no_length_takes_what_memory_holds(model_folder):
+    with serving(model_folder, kv="fp16", kv_memory="600KB") as server:
+        most = get(server, "/v1/kv")["longest_tokens"]
+        found = post(server, "/v1/completions", prompt="a", logit_bias={"257": -100})
+        assert found["usage"]["total_tokens"] == most < 2000
+        assert found["choices"][0]["finish_reason"] == "length"
+        assert refused(server, 503, prompt="a", max_tokens=most)["code"] == "kv_memory"
 
 
 def test_a_machine_without_memory_refuses_before_it_swaps(server, monkeypatch):

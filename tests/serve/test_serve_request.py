@@ -273,14 +273,15 @@ def test_bounds_are_told_in_full(field, value, bound):
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_the_longest_reply(name):
-    """As asked for, at most the context; -1 is all of it, or what memory holds; SERVED's where nothing is said."""
+    """As asked for, at most the context; -1 is all of it, or what memory holds; SERVED's, or that, where
+    nothing is said."""
     found = {
         value: [check(GOOD | {name: value}, True)[key] for key in ("max_tokens", "shorten")]
         for value in (7, 100, 5000, -1)
     }
     assert found == {7: [7, False], 100: [100, False], 5000: [100, False], -1: [100, True]}
     said = check(GOOD, True)
-    assert (said["max_tokens"], said["shorten"]) == (MODEL_INFO.max_tokens, False)
+    assert (said["max_tokens"], said["shorten"]) == (MODEL_INFO.max_tokens, True)
     assert check(GOOD | {"max_tokens": 9, "max_completion_tokens": 7}, True)["max_tokens"] == 7
 
 

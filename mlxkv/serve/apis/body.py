@@ -347,7 +347,7 @@ class Body(Object):
         if self.model and self.model not in (model_info.model, *DEFAULT_NAMES):
             raise no_model(self.model[:80], (model_info.model,))
         longest = model_info.longest
-        shorten = shorten or max_tokens == ENDLESS
+        shorten = shorten or max_tokens in (None, ENDLESS)
         max_tokens = longest if max_tokens == ENDLESS else max_tokens
         tools = None if choice.kind == "none" else tools or None
         return Request(
