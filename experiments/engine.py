@@ -14,7 +14,8 @@ tokens of context, the next 128, one a request behind a prefix hit, against vLLM
 over the 20 likeliest tokens, and the rest as one. Alone: the same in transformers. Load: 200 requests of a shared and
 an own text through a cache that holds few of them, 32 of them cancelled, against the same requests one by one: how many
 tokens are the same up to the first other one, and by how many nats that one was less likely. Each of those is also
-asked twice in a row, the second time behind its own prefix: what codes alone change.
+asked again in three ways: behind its own prefix (what codes of the prompt change), behind a half of it, and as a
+request that was preempted halfway and reads all it had again at once (what boundaries of reading change).
 """
 
 # vLLM is an optional dependency.
@@ -381,16 +382,27 @@ def load(options: Namespace) -> None:
         for out in llm.llm_engine.step():
             if out.finished and out.outputs[0].finish_reason != "abort":
                 found[int(out.request_id.split("-")[0])] = list(out.outputs[0].token_ids)
-    took, alone, pairs, behind = time.time() - start, {}, {}, {}
+    took, alone, pairs = time.time() - start, {}, {}
+    behind, half, resumed = {}, {}, {}
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    again = SamplingParams(
-        max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
-    )
-    for i in range(options.alone):
+
+    def ask(prompt: list[int], count: int = NEW):
+        """Return what the engine writes alone, as vLLM gives it."""
+        asked = SamplingParams(
+            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
+        )
+        return llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)[0].outputs[0]
+
+    for i, prompt in enumerate(prompts[: options.alone]):
         llm.reset_prefix_cache()
-        given = {"prompt_token_ids": prompts[i]}
-        out, second = (llm.generate(given, again, use_tqdm=False)[0].outputs[0] for _ in range(2))
-        alone[i], behind[i] = list(out.token_ids), first_other(list(second.token_ids), out)
+        out = ask(prompt)
+        alone[i], behind[i] = list(out.token_ids), first_other(list(ask(prompt).token_ids), out)
+        llm.reset_prefix_cache()
+        ask(prompt[: len(prompt) // 2], 1)
+        half[i] = first_other(list(ask(prompt).token_ids), out)
+        llm.reset_prefix_cache()
+        had = alone[i][: NEW // 2]
+        resumed[i] = first_other([*had, *ask(prompt + had, NEW - len(had)).token_ids], out)
         if i in found:
             pairs[i] = first_other(found[i], out)
     write(options, {
@@ -402,6 +414,7 @@ def load(options: Namespace) -> None:
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
         "used_after": metrics.get("vllm:kv_cache_usage_perc"),
         "compared": len(pairs), **told(pairs, ""), **told(behind, "behind_"),
+        **told(half, "half_"), **told(resumed, "resumed_"),
     })  # fmt: skip
     Path(f"{options.output}.{options.cache}.{options.gpus}.json").write_text(json.dumps(alone))
 
