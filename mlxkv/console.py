@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -278,9 +278,15 @@ def print_json(data: dict) -> None:
     print(_RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    title: str = "",
+    widest: Sequence[object] = (),
+) -> None:
     """Print a table on stdout. Columns of numbers, except the first, are right-aligned. A table wider than the terminal
-    is printed in parts that each begin with the first column."""
+    is printed in parts that each begin with the first column. widest: the widest cell of each column; with them, rows
+    are printed as they come, instead of at the end."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -288,34 +294,55 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
     # A pipe has no width, and another program may read its lines: do not break them.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    cells = [[plain(cell) for cell in row] for row in rows]
-    numeric, widths = [], []
+    cells = [[plain(cell) for cell in row] for row in ([widest] if widest else rows)]
+    numeric, longest, widths = [], [], []
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells]
         numeric.append(index > 0 and all(re.match(r"^[\d.,\-]", text) for text in texts))
-        width = max(map(len, [column, *texts]))
-        widths.append(_GAP + (width if numeric[index] else min(width, _FOLDED)))
+        longest.append(max(map(len, [column, *texts])))
+        widths.append(_GAP + (longest[-1] if numeric[index] else min(longest[-1], _FOLDED)))
     parts = [[0]]
     for index in range(1, len(columns)):
         if len(parts[-1]) > 1 and sum(widths[i] for i in [*parts[-1], index]) > out.width + 1:
             parts.append([0])
         parts[-1].append(index)
-    for part in parts:
+
+    head = Text(plain(title)) if title else None
+
+    def drawn(part: list[int], rows: Sequence[Sequence[str]]) -> Table:
         table = Table(
-            title=Text(plain(title)) if title and part is parts[0] else None,
+            title=head if part is parts[0] else None,
             title_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
         )
         for index in part:
-            justify = "right" if numeric[index] else "left"
             # A number is not broken, nor separated from its unit.
             table.add_column(
-                columns[index], justify=justify, overflow="fold", no_wrap=numeric[index]
+                columns[index],
+                justify="right" if numeric[index] else "left",
+                overflow="fold",
+                no_wrap=numeric[index],
+                min_width=longest[index] if widest else None,
             )
-        for row in cells:
+        for row in rows:
             table.add_row(*(Text(row[index]) for index in part))
-        out.print(table)
+        return table
+
+    if widest:
+        with out.capture() as text:
+            out.print(drawn(parts[0], cells))
+        *above, _, below = text.get().splitlines()
+        print(*above, sep="\n", flush=True)
+        cells = []
+        for row in rows:
+            cells.append([plain(cell) for cell in row])
+            with out.capture() as text:
+                out.print(drawn(parts[0], cells[-1:]))
+            print(text.get().splitlines()[-2], flush=True)
+        print(below, flush=True)
+    for part in parts[1:] if widest else parts:
+        out.print(drawn(part, cells))
 
 
 def human_bytes(count: float) -> str:

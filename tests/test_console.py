@@ -133,6 +133,28 @@ def test_a_table_that_is_too_wide_is_printed_in_parts(capsys, monkeypatch):
     assert [shown.count(name) for name in ("--kv", "fp16", "int4")] == [3, 3, 3]
 
 
+def test_rows_of_a_table_are_printed_as_they_come(capsys, monkeypatch):
+    heads, rows = ["name", "bits", "use"], [["a", 4, "chats"], ["longer", 16, "to compare"]]
+    console.print_table(heads, rows, "costs")
+    at_once, seen = capsys.readouterr().out, []
+
+    def come():
+        for row in rows:
+            seen.append(capsys.readouterr().out)
+            yield row
+
+    console.print_table(heads, come(), "costs", widest=["longer", 16, "to compare"])
+    head, first, last = *seen, capsys.readouterr().out
+    assert (head + first + last).split() == at_once.split()
+    assert "costs" in head and "bits" in head and "chats" in first and "to compare" in last
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    console.print_table(heads, come(), widest=["longer", 16, "to compare"])
+    assert "chats" not in "".join(seen[2:]) and "4" in seen[3]
+    rest = capsys.readouterr().out  # the last row, and all rows of the second part
+    assert rest.count("name") == 1 and rest.count("longer") == 2 and rest.count("chats") == 1
+
+
 def test_signals_wait_for_a_block():
     came = []
     before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}

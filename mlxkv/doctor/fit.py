@@ -28,7 +28,7 @@ from mlxkv.catalog.shapes import (
     estimated_layers,
     estimated_sizes,
 )
-from mlxkv.catalog.sizes import ModelPlan, longest, need, why_16_bits
+from mlxkv.catalog.sizes import MOST_TOKENS, ModelPlan, longest, need, why_16_bits
 from mlxkv.console import (
     human_bytes,
     parse_size,
@@ -119,33 +119,46 @@ def run_fit(
 
 def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> None:
     """Print which aliases fit into `total` bytes of memory, the largest first, and the longest context of each."""
-    usable, rows = int(USABLE * total), []
+    usable = int(USABLE * total)
     with working("sizing models"):
-        for alias in HUB:
-            plan = read_plan(alias)
-            reach = {name: longest(plan, cache, usable) for name, cache in presets.items()}
-            about = {"model": alias, "weights_bytes": plan.weights, "context_limit": plan.limit}
-            rows.append(about | {"longest_context": reach})
-    rows.sort(key=lambda row: -row["weights_bytes"])
+        plans = {alias: read_plan(alias) for alias in HUB}
+    plans = dict(sorted(plans.items(), key=lambda item: -item[1].weights))
+
+    def reach(plan: ModelPlan) -> dict[str, int]:
+        return {name: longest(plan, cache, usable) for name, cache in presets.items()}
+
     if as_json:
-        print_json({"memory_bytes": total, "usable_bytes": usable, "models": rows})
+        models = [
+            {
+                "model": alias,
+                "weights_bytes": plan.weights,
+                "context_limit": plan.limit,
+                "longest_context": reach(plan),
+            }
+            for alias, plan in plans.items()
+        ]
+        print_json({"memory_bytes": total, "usable_bytes": usable, "models": models})
         return
-    fitting = [row for row in rows if any(row["longest_context"].values())]
-    title = f"longest context in {human_bytes(total)}, of which {human_bytes(usable)} are counted as usable (75 %)"
+    large = []
+
+    def fitting() -> Iterator[list]:
+        for alias, plan in plans.items():
+            contexts = reach(plan).values()
+            if any(contexts):
+                about = [alias, human_bytes(plan.weights), plan.limit]
+                yield about + [tokens or "none" for tokens in contexts]
+            else:
+                large.append(alias)
+
+    sizes = [human_bytes(plan.weights) for plan in plans.values()]
+    most = max(plan.limit or MOST_TOKENS for plan in plans.values())
     print_table(
         ["--model", "weights", "made for", *presets],
-        [
-            [
-                row["model"],
-                human_bytes(row["weights_bytes"]),
-                row["context_limit"],
-                *(tokens or "none" for tokens in row["longest_context"].values()),
-            ]
-            for row in fitting
-        ],
-        title,
+        fitting(),
+        f"longest context in {human_bytes(total)}, of which {human_bytes(usable)} are counted as usable (75 %)",
+        widest=[max(plans, key=len), max(sizes, key=len), *[most] * (1 + len(presets))],
     )
-    if large := [row["model"] for row in rows if row not in fitting]:
+    if large:
         print(f"too large: {', '.join(large)}")
     print("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
 

@@ -199,6 +199,16 @@ def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
     assert "too large: qwen3-coder-30b\n" in out and "qwen3-coder-30b " not in out
     assert out.index("llama-3.1-8b") < out.index("qwen3-0.6b")
 
+    def stops_at_the_smallest(plan, *rest):
+        if plan.name == HUB["qwen3-0.6b"]:
+            raise KeyboardInterrupt
+        return longest(plan, *rest)
+
+    monkeypatch.setattr(fit, "longest", stops_at_the_smallest)
+    main(args)
+    out = capsys.readouterr().out
+    assert "llama-3.1-8b " in out and "qwen3-0.6b" not in out
+
 
 def test_a_context_beyond_the_model(config_file, capsys):
     assert main(["fit", "--model", config_file, "--context", "128k"]) == 2
