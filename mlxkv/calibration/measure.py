@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv import console
+from mlxkv import __version__, console
 from mlxkv.calibration import TOKENS
+from mlxkv.calibration.begun import Begun
 from mlxkv.calibration.exchange import ExchangeMeasure, fisher
 from mlxkv.calibration.moments import ROWS, Moments, Readers, Sample, rotations, unit_basis
 from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import sums
+from mlxkv.formats.calibration import artifact, sums
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
 from mlxkv.formats.calibration.sums import (
@@ -62,13 +64,15 @@ def calibrate(
     positions: int | None = None,
     progress: Progress | None = None,
     samples: dict[str, Sample] | None = None,
+    begun: Begun | None = None,
 ) -> Calibration:
     """Calibrate all compressible layers of `model` (any model of mlx-lm).
 
     tokens: the text, read in independent windows of `window` tokens, each after `bos`. positions: the length of context
     to calibrate for; by default the model's, or DEFAULT_CONTEXT if that is unknown. text: its name. progress: called
     with the tokens done since the last call (GRADIENT times if they are differentiated). samples: filled with up to
-    ROWS keys and values per kv head by layer.
+    ROWS keys and values per kv head by layer. begun: holds the sums of each whole window; what is in it is not read
+    again. Not for latents, nor with samples.
 
     Raises UserError for too little text, a model without compressible layers and one with folded weights; MachineError
     for NaN or infinity in a layer's outputs.
@@ -93,17 +97,25 @@ def calibrate(
         else:
             for place, output in sensitivities(model, shapes).items():
                 moments[place].output = output
-            heads = {place: shape.heads for place, shape in shapes.items()}
-            found = fisher(
-                model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
-            )
-            for place, x in found.items():
-                moments[place].exchange = ExchangeMeasure(x)
+            if begun and begun.sums:
+                begun.restore(moments)
+            else:
+                heads = {place: shape.heads for place, shape in shapes.items()}
+                found = fisher(
+                    model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
+                )
+                for place, x in found.items():
+                    moments[place].exchange = ExchangeMeasure(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, layer in moments.items():
                 layer.sample = samples[layer_name(place)]
-        for part in windows(tokens, window):
+        if any(shape.latent for shape in shapes.values()) or samples is not None:
+            begun = None
+        first = begun.windows if begun else 0
+        for at, part in enumerate(windows(tokens, window)[first:], first):
+            if begun:
+                begun.hold(moments, at)
             caches, observers = own_caches(model), {p: x.observer() for p, x in moments.items()}
             for place, observer in observers.items():
                 put(caches, place, observer)
@@ -168,10 +180,14 @@ def _calibration(
         model_type=str(getattr(model, "model_type", "")),
         tokens=len(tokens),
         text=text,
-        text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
+        text_digest=_digest(tokens),
         layers=layers,
         positions=positions,
     )
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16]
 
 
 def read(
@@ -196,26 +212,52 @@ def on_text(
     source: Loaded | Origin,
     text: Text,
     samples: dict[str, Sample] | None = None,
+    kept: Path | None = None,
 ) -> Calibration:
     """Calibrate on a text with progress on stderr. source: the model's tokenizer and context. samples: as in
-    `calibrate`."""
-    count = len(text.tokens)
-    steps = count + GRADIENT * min(count, TIMES * DIFFERENTIATED)
-    with console.progress("calibrating", steps, f"reading {count:,} tokens") as progress:
-        return calibrate(
-            model,
-            text.tokens,
-            text=text.name,
-            window=min(WINDOW, source.context or WINDOW),
-            bos=bos_of(source.tokenizer),
-            progress=progress,
-            samples=samples,
-        )
+    `calibrate`. kept: the file that keeps the sums when Ctrl-C breaks it off, and to go on from."""
+    window, bos = min(WINDOW, source.context or WINDOW), bos_of(source.tokenizer)
+    parts, count = [len(part) for part in windows(text.tokens, window)], len(text.tokens)
+    of = {
+        "version": __version__,
+        "fingerprint": source.fingerprint,
+        "text": _digest(text.tokens),
+        "window": window,
+        "bos": bos,
+    }
+    begun = None if kept is None else Begun.read(kept, of)
+    steps = sum(parts) + GRADIENT * min(count, TIMES * DIFFERENTIATED)
+    if begun and begun.sums:
+        done = steps - sum(parts[begun.windows :])
+        console.note(f"calibrating: going on at {done / steps:.0%}")
+        steps -= done
+    try:
+        with console.progress("calibrating", steps, f"reading {count:,} tokens") as progress:
+            out = calibrate(
+                model,
+                text.tokens,
+                text=text.name,
+                window=window,
+                bos=bos,
+                progress=progress,
+                samples=samples,
+                begun=begun,
+            )
+    except KeyboardInterrupt:
+        if begun and begun.write():
+            console.note(
+                "[calibrate] stopped; what is measured is kept, and the next goes on there"
+            )
+        raise
+    if begun:
+        begun.delete()
+    return out
 
 
 def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
-    """Calibrate with default settings, as `mlxkv calibrate` does."""
-    return on_text(model, origin, calibration_tokens(origin, TOKENS))
+    """Calibrate with default settings, as `mlxkv calibrate` does; Ctrl-C keeps what is measured for the next time."""
+    kept = artifact.kept_path(origin.fingerprint).with_suffix(".begun")
+    return on_text(model, origin, calibration_tokens(origin, TOKENS), kept=kept)
 
 
 def bos_of(tokenizer) -> int | None:
