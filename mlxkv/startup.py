@@ -8,7 +8,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,12 +75,14 @@ void scipy_cblas_sgemv64_(int, int, int64_t, int64_t, float, const float*, int64
                           float*, int64_t);
 FORWARD(cblas_sgemm, float, float)
 """
+THREADS = "scipy_openblas_{}_num_threads64_"
 has_openblas = False  # whether OpenBLAS multiplies
+_openblas_library: ctypes.CDLL | None = None
 
 
 def preload_openblas() -> None:
     """Load the library before MLX is imported, if this machine can have one."""
-    global has_openblas
+    global has_openblas, _openblas_library
     if sys.platform != "linux" or "mlx.core" in sys.modules or has_openblas:
         return
     openblas, compiler = _openblas(), shutil.which("cc") or shutil.which("gcc")
@@ -88,7 +91,27 @@ def preload_openblas() -> None:
     with suppress(OSError, UserError, subprocess.SubprocessError):
         # Global names are looked up before those that MLX's library brings along.
         ctypes.CDLL(str(_library(openblas, compiler)), os.RTLD_NOW | os.RTLD_GLOBAL)
+        _openblas_library = ctypes.CDLL(str(openblas))
         has_openblas = True
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let OpenBLAS multiply by one thread in this block, where MLX multiplies by it.
+
+    For long work of small products: threads wait for each other by spinning, which takes most of the processor's time
+    when other programs want the same cores.
+    """
+    if _openblas_library is None:
+        yield
+        return
+    before = getattr(_openblas_library, THREADS.format("get"))()
+    limit = getattr(_openblas_library, THREADS.format("set"))
+    limit(1)
+    try:
+        yield
+    finally:
+        limit(before)
 
 
 def _openblas() -> Path | None:

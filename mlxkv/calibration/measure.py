@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv import __version__, console
+from mlxkv import __version__, console, startup
 from mlxkv.calibration import TOKENS
 from mlxkv.calibration.begun import Begun
 from mlxkv.calibration.exchange import ExchangeMeasure, fisher
@@ -232,7 +232,8 @@ def on_text(
         console.note(f"calibrating: going on at {done / steps:.0%}")
         steps -= done
     try:
-        with console.progress("calibrating", steps, f"reading {count:,} tokens") as progress:
+        told = console.progress("calibrating", steps, f"reading {count:,} tokens")
+        with startup.one_thread(), told as progress:
             out = calibrate(
                 model,
                 text.tokens,

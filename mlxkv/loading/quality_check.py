@@ -13,7 +13,7 @@ from hashlib import sha256
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv import __version__, console, files
+from mlxkv import __version__, console, files, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
@@ -39,7 +39,8 @@ def warn(loaded) -> None:
     try:
         kl = float(json.loads(file.read_text())["kl"])
     except (OSError, ValueError, KeyError, TypeError):
-        with console.working(f"comparing {loaded.kv_name} with the full cache, once"):
+        told = console.working(f"comparing {loaded.kv_name} with the full cache, once")
+        with startup.one_thread(), told:
             kl = divergence(loaded)
         with suppress(OSError, UserError):
             files.make_folder(file.parent)
