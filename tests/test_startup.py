@@ -16,8 +16,9 @@ def test_the_first_calibrated_preset_takes_one_thread(model_folder, tmp_path, mo
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(measure, "TOKENS", 600)
     for module, name in ((measure, "calibrate"), (quality_check, "divergence")):
+        real = getattr(module, name)
 
-        def counted(*args, name=name, real=getattr(module, name), **options):
+        def counted(*args, name=name, real=real, **options):
             seen[name] = count()
             return real(*args, **options)
 

@@ -8,7 +8,7 @@ the end (`spec/positions.py`). Half of the weight of keys is the attention they 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -32,6 +32,7 @@ from mlxkv.formats.calibration.sums import (
     LayerSums,
     Sums,
 )
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.observers import AttentionCall, LatentObserver, PlainObserver
 from mlxkv.patching.probe import ProbedShape
 from mlxkv.patching.trees import Place, class_of, leaves, own_caches, put
@@ -57,6 +58,34 @@ def received(far: mx.array, kv_heads: int) -> np.ndarray:
     """Return the attention [G, T] of far queries to each key in one call, summed over its query heads."""
     batch, *_, total = far.shape
     return np.array(far.reshape(batch, kv_heads, -1, total).sum((0, 2)), np.float64)
+
+
+# -- Attention by NumPy, whose exp has vector instructions on every CPU. MLX's has none on x86, and takes half of a
+# calibration's time there.
+
+
+@np.errstate(invalid="ignore", over="ignore")  # `LayerSums.basis` looks for NaN and infinity
+def by_numpy(call: AttentionCall) -> AttentionCall:
+    """Return the call with its output [1, H, L, Dv] computed by NumPy, if that is causal attention in float32 on a CPU;
+    otherwise unchanged. MLX's own output is lazy, and not computed then."""
+    (keys, values), queries = call.exact, call.queries
+    causal = isinstance(call.mask, str) and call.mask == "causal"
+    special = call.sinks is not None or call.softcap is not None or queries.shape[0] > 1
+    if not causal or special or device_type() != "cpu":
+        return call
+    if any(x.dtype != mx.float32 for x in (queries, keys, values)):
+        return call
+    (_, heads, new, dims), (_, kv_heads, total, _) = queries.shape, keys.shape
+    grouped_queries = np.asarray(queries).reshape(kv_heads, -1, dims) * np.float32(call.scale)
+    later, out = np.triu(np.full((new, new), -np.inf, np.float32), 1), []
+    for q, k, v in zip(grouped_queries, np.asarray(keys)[0], np.asarray(values)[0], strict=True):
+        scores = (q @ k.T).reshape(-1, new, total)
+        scores[..., total - new :] += later
+        scores -= scores.max(-1, keepdims=True)
+        weights = np.exp(scores, out=scores).reshape(-1, total)
+        out.append(weights @ v / weights.sum(-1, keepdims=True))
+    mixed = np.stack(out).reshape(1, heads, new, -1)
+    return replace(call, out=mx.array(mixed))
 
 
 # -- Readers of the latents of an MLA layer: the queries over them, and the map from latents to values.
@@ -168,8 +197,9 @@ class Moments(LayerSums):
             covariance = keys.moment()[0] - np.outer(mean, mean)
             self._add("keys", self.readers.rows(queries, scale, covariance))
 
-    def add_attention(self, call: AttentionCall) -> None:
-        """Add the queries and outputs of one call of attention, [B, H, L, D]."""
+    def add_attention(self, call: AttentionCall) -> mx.array:
+        """Add the queries and outputs of one call of attention, [B, H, L, D]. Returns the outputs."""
+        call = by_numpy(call)
         start = call.exact[0].shape[2] - call.queries.shape[2]
         self._add("keys", self._at_zero(call.queries, start))
         self._add("values", call.out)
@@ -183,6 +213,7 @@ class Moments(LayerSums):
                 at = start + np.array(far[0])
                 queries = rotate(call.queries[:, :, far[0]], self.rotary, -at)
                 self._add(WEIGHED, queries, costs)
+        return call.out
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add new keys and values of a cache, [B, G, L, D]; each token once."""

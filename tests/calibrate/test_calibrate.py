@@ -1,5 +1,7 @@
 """Calibration: streamed moments equal direct ones, whatever the windows, chunks and heads."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 
-from mlxkv.calibration import measure
+from mlxkv.calibration import measure, moments
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, subspace
 from mlxkv.loading.attach import attach, detach
 from mlxkv.loading.load import load
+from mlxkv.patching.observers import AttentionCall
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec
 
@@ -49,6 +52,32 @@ def test_streamed_moments_equal_direct_ones(subtests, model, monkeypatch):
             for windows, layer in zip(seen, made.layers.values(), strict=True):
                 for basis, wanted in zip((layer.keys, layer.values), targets(windows), strict=True):
                     close(subspace.read_moment(basis.values, basis.vectors), wanted)
+
+
+def test_attention_by_numpy_is_that_of_mlx(subtests, monkeypatch):
+    monkeypatch.setattr(moments, "device_type", lambda: "cpu")
+    q, k, v = (
+        mx.random.normal((1, heads, tokens, dims), key=mx.random.key(i))
+        for i, (heads, tokens, dims) in enumerate([(6, 40, 64), (2, 100, 64), (2, 100, 32)])
+    )
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, mask="causal")
+    call = AttentionCall((k, v), q, 0.2, "causal", None, out)
+    found = moments.by_numpy(call).out
+    assert found is not out and found.dtype == mx.float32 and mx.allclose(found, out, atol=1e-5)
+    nan = replace(call, queries=q.at[0, 0, 0, 0].add(float("nan")))
+    assert mx.isnan(moments.by_numpy(nan).out).any()
+    for other in (
+        replace(call, mask=None),
+        replace(call, mask=mx.ones((40, 100), mx.bool_)),
+        replace(call, sinks=mx.zeros(6)),
+        replace(call, softcap=30.0),
+        replace(call, queries=q.astype(mx.float16)),
+        replace(call, queries=mx.concatenate([q, q])),
+    ):
+        with subtests.test(mask=other.mask, queries=other.queries.dtype):
+            assert moments.by_numpy(other) is other
+    monkeypatch.setattr(moments, "device_type", lambda: "metal")
+    assert moments.by_numpy(call) is call
 
 
 def test_layers_are_those_that_attach_would_compress(subtests):
