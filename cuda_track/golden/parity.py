@@ -54,6 +54,7 @@ How well each backend reproduces the golden tensors, which come from the specifi
 - *ties*: codes one step off where the spec's value lies at a rounding boundary, of so many *values*;
   the table would call any other difference WRONG
 - *rms*: the largest rms(x - spec) / rms(spec) of floats; at most *bound* is allowed
+- *pool*: codes and numbers that torch ops made, put into the order that Triton reads, and back
 - a dash: this backend has no such row; Triton attends with float16 weights, so up to 2e-3 is allowed
 
 Made by `python -m cuda_track.golden.parity` from [rows](parity). The columns of a GPU come from `--gpu FILE`, which
@@ -69,9 +70,11 @@ def sets(rows: Iterable[dict]) -> dict[Key, str]:
 def line_of(row: dict, sets_by_row: dict[Key, str]) -> Line:
     """Return the line of a row of any backend. sets_by_row: golden sets by row; other rows stand under their table."""
     case = row["case"].split(",")[0]  # behind a comma Triton names the side
+    parts = case.split(".")
+    if row["case"].endswith(", restored"):
+        return "pool", METHODS[parts[0]]
     key = row["table"], case
     name = sets_by_row[key] if key in sets_by_row else row["table"]  # MLX has more tables
-    parts = case.split(".")
     if name in ("affine", "clip"):
         return name, f"int{parts[1]} per {parts[3] if name == 'affine' else 'token, clipped'}"
     return name, METHODS.get(name, parts[0] if name in ("transform", "encode") else name)
