@@ -3,6 +3,9 @@
 `papers_page.txt` beside this file is the page with Python between braces: calls of the functions of `Figures`, whose
 results are figures of docs/results/papers/PAPER-MODEL.jsonl.gz. --keep FOLDER first stores the rows of a run there,
 FOLDER/PAPER/MODEL.jsonl each, without what the page does not need. A picture a paper is drawn from the same rows.
+A text counts once all variants of its task have a row; a model has figures of a task from LEAST such texts on.
+
+Beside them lie codes.jsonl (`experiments.codes_by_triton`) and encode.json (`experiments.papers.encode --out`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from math import floor, log10
 from pathlib import Path
 
 from experiments.options import Parser
-from experiments.papers.ratios import more_perplexity
+from experiments.papers.ratios import markdown, more_perplexity
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals, plots
@@ -32,7 +35,10 @@ MODELS = {
     "Qwen2.5-Coder-0.5B-Instruct": "Qwen",
     "Qwen2.5-Coder-1.5B-Instruct": "Qwen 1.5B",
 }
-NOT_KEPT = {"state", "dtype", "decode", "seed", "versions", "kl_p99"}
+NOT_KEPT = {"state", "dtype", "decode", "seed", "versions", "kl_p99", "completion"}
+LEAST = 6  # texts of a model that are enough for a figure
+ONCE = {"srft.error"}  # tasks with a row a variant, not a text
+VALUES = 2 * 8 * 128  # of a token, in codes.jsonl: keys and values, kv heads, dims
 DIGITS = 5  # of a number of a row
 CALL = re.compile(r"\{([^{}]+)\}")
 COLOURS = ("#0b5cad", "#15803d", "#c2410c", "#7c3aed")
@@ -67,39 +73,52 @@ def number(x: float) -> str:
 
 
 def bracketed(x: intervals.Interval) -> str:
-    limits = f" [{number(x.limits[0])}, {number(x.limits[1])}]" if x.known else ""
-    return number(x.value) + limits
+    if not x.known:
+        return number(x.value)
+    # Two places from 1 on: whether an interval holds 1 has to be seen.
+    value, low, high = (f"{n:.2f}" if 1 <= n < 2 else number(n) for n in (x.value, *x.limits))
+    return f"{value} [{low}, {high}]"
 
 
 class Figures:
-    """What the template calls. Every result names the models that have rows, in the order of MODELS."""
+    """What the template calls. Results name the models that have rows, in the order of MODELS; not the one model of a
+    task that has no other."""
 
-    def __init__(self, folder: Path = ROWS):
-        self.folder = folder
+    def __init__(self, folder: Path = ROWS, least: int = LEAST):
+        self.folder, self.least = folder, least
 
     @cached_property
-    def _cells(self) -> dict[tuple[str, str, str], Texts]:
-        out: dict[tuple[str, str, str], Texts] = {}
+    def _cells(self) -> dict[tuple[str, str], dict[str, Texts]]:
+        found: dict[tuple[str, str], dict[str, Texts]] = {}
         for row in read(sorted(self.folder.glob("*.jsonl.gz"))):
-            key = row["task"], row["model"], row["preset"]
-            out.setdefault(key, {})[row["text"]] = row
+            variants = found.setdefault((row["task"], row["model"]), {})
+            variants.setdefault(row["preset"], {})[row["text"]] = row
+        out = {}
+        for (task, model), variants in found.items():
+            whole = set.intersection(*map(set, variants.values()))
+            if len(whole) >= self.least or task in ONCE:
+                out[task, model] = {
+                    name: {text: row for text, row in texts.items() if text in whole}
+                    for name, texts in variants.items()
+                }
         return out
 
     def texts(self, task: str, variant: str, model: str) -> Texts:
-        """Return the rows of a variant by text, none where it was not measured."""
-        return self._cells.get((task, model, variant), {})
+        """Return the rows of a variant by text, none where too few were measured."""
+        return self._cells.get((task, model), {}).get(variant, {})
 
     def each(
         self, of_model: Callable[[str], str | None], task: str, only: str = "", same: bool = False
     ) -> str:
-        """Return "MODEL RESULT" of the models that have one. only: short names by commas; of one, the result
-        alone. same: alone, too, where all agree. Raises UserError if there is none."""
+        """Return "MODEL RESULT" of the models that have one. only: short names by commas; of one, or of a task of one
+        model, the result alone. same: alone, too, where all agree. Raises UserError if there is none."""
         chosen = only.split(", ") if only else list(MODELS.values())
         found = [(short, of_model(m)) for m, short in MODELS.items() if short in chosen]
         said = {short: text for short, text in found if text is not None}
         if not said:
             raise UserError(f"[papers.page] no rows; got {task} of {', '.join(chosen)}")
-        if len(chosen) == 1 or (same and len(set(said.values())) == 1):
+        models = {model for at, model in self._cells if at == task}
+        if len(chosen) == 1 or len(models) == 1 or (same and len(set(said.values())) == 1):
             return next(iter(said.values()))
         return ", ".join(f"{short} {text}" for short, text in said.items())
 
@@ -117,14 +136,25 @@ class Figures:
 
         return self.each(of, task, only, same)
 
-    def over(self, task: str, variant: str, other: str, only: str = "") -> str:
-        """Return mean KL over that of another variant on the same texts, with its interval of 95 %."""
+    def over(self, task: str, variant: str, other: str, only: str = "", column: str = "kl") -> str:
+        """Return mean KL, or that of another column, over another variant's on the same texts, with its interval of
+        95 %."""
 
         def of(model: str) -> str | None:
             ours, theirs = (self.texts(task, name, model) for name in (variant, other))
             both = [text for text in ours if text in theirs]
-            pair = ([side[text]["kl"] for text in both] for side in (ours, theirs))
+            pair = ([side[text][column] for text in both] for side in (ours, theirs))
             return bracketed(intervals.ratio(*pair)) if both else None
+
+        return self.each(of, task, only)
+
+    def nats(self, task: str, variant: str, other: str, only: str = "") -> str:
+        """Return by how many nats a token a variant is less likely than another, with its interval of 95 %."""
+
+        def of(model: str) -> str | None:
+            ours, theirs = (self.texts(task, name, model) for name in (variant, other))
+            more = [ours[text]["nll"] - theirs[text]["nll"] for text in ours if text in theirs]
+            return bracketed(intervals.share(more)) if more else None
 
         return self.each(of, task, only)
 
@@ -141,9 +171,58 @@ class Figures:
         """Return stored bits a value."""
         return self.mean(task, variant, "bits", only, same=True)
 
-    def counted(self, task: str, variant: str, only: str = "") -> str:
-        """Return of how many texts there are rows."""
-        return self.each(lambda m: str(len(self.texts(task, variant, m)) or "") or None, task, only)
+    def counted(self, task: str, variant: str) -> str:
+        """Return of how many texts there are rows, of each model."""
+        counts = {short: len(self.texts(task, variant, m)) for m, short in MODELS.items()}
+        return ", ".join(f"{short} {count}" for short, count in counts.items() if count)
+
+    def table(self, of: Callable[..., str], head: str, *lines: Sequence[str]) -> str:
+        """Return a table with a column a model. lines: a name and the arguments of `of`, such as `over`."""
+
+        def cell(arguments: Sequence[str], model: str) -> str:
+            try:
+                return of(*arguments, only=model)
+            except UserError:  # no rows
+                return "-"
+
+        models = list(MODELS.values())
+        made = [[name, *(cell(arguments, m) for m in models)] for name, *arguments in lines]
+        return markdown([[head, *models], *made])
+
+    def speeds(self) -> str:
+        """Return the table of attention over codes on a GPU."""
+        lines = (self.folder / "codes.jsonl").read_text(encoding="utf-8").splitlines()
+        times = [row for row in map(json.loads, lines) if "kind" in row]
+        cases = list(dict.fromkeys(row["case"] for row in times))
+        found = {(row["kind"], row["case"]): row for row in times}
+        head = [f"{case.split()[1].upper()} tokens, us (torch over it)" for case in cases]
+        table = [["keys and values", "bits read", *head]]
+        for kind in dict.fromkeys(row["kind"] for row in times):
+            own = [found[kind, case] for case in cases]
+            read = own[0]["gigabytes_per_second"] * own[0]["microseconds"] * 1000  # bytes
+            tokens = 1024 * int(cases[0].split()[1].removesuffix("k"))
+            bits = 8 * read / (VALUES * tokens) or 16.0  # torch's are not counted
+            shown = [f"{x['microseconds']:.1f} ({x['ratio']:.2f})" for x in own]
+            table.append([kind, f"{bits:.2f}", *shown])
+        return markdown(table)
+
+    def encode(self, what: str, over: str = "srft", vectors: int = 4096) -> str:
+        """Return the time of a part of encode for a vector, over that of another part of 4,096 at once, by head dim."""
+        rows = json.loads((self.folder / "encode.json").read_text(encoding="utf-8"))["rows"]
+        times = {(x["dims"], x["vectors"], x["what"]): x["nanoseconds"] for x in rows}
+        dims = sorted({dims for dims, _, _ in times})
+        return ", ".join(number(times[d, vectors, what] / times[d, 4096, over]) for d in dims)
+
+    def humaneval(self) -> str:
+        """Return HumanEval's tables, a model each, or that there is none."""
+        from experiments.papers import humaneval  # torch comes with it
+
+        parts = []
+        for model, short in MODELS.items():
+            file = self.folder / f"humaneval-{model}.jsonl.gz"
+            if file.exists():
+                parts.append(f"{short}:\n\n{humaneval.table(read([file]))}")
+        return "\n\n".join(parts) or "No rows yet."
 
 
 def page(figures: Figures) -> str:
@@ -164,7 +243,7 @@ def page(figures: Figures) -> str:
 PICTURES: dict[str, tuple[str, str, Sequence[str]]] = {  # paper: task, title, variants
     "oscar": (
         "oscar",
-        "OSCAR at 2.5 bits: parts (its table 4), rotations, and keys made even",
+        "OSCAR at 2.1 to 2.5 bits: parts (its table 4), rotations, and keys made even",
         (
             *("oscar-none", "oscar-u", "oscar-h", "oscar", "oscar+layer", "oscar+lloyd"),
             *("oscar+centroids", "oscar+even", "kivi-int2", "fill-2.25"),

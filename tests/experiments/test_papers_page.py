@@ -1,12 +1,15 @@
 """The page of the papers is what its rows say."""
 
+import gzip
 import json
+import re
 
 import pytest
 
 from experiments.papers import page
 from experiments.papers.page import Figures
 from mlxkv.errors import UserError
+from mlxkv.eval import intervals
 
 SMOL, GEMMA = list(page.MODELS)[:2]
 
@@ -26,7 +29,7 @@ def figures(tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(json.dumps(x) for x in rows if x["model"] == model))
     page.keep(tmp_path / "run", tmp_path / "kept")
-    return Figures(tmp_path / "kept")
+    return Figures(tmp_path / "kept", least=1)
 
 
 def test_the_page_is_that_of_its_rows():
@@ -45,6 +48,86 @@ def test_figures_are_those_of_rows(figures):
     assert figures.over("oscar", "a", "b", "SmolLM2") == "2.0"  # of the two texts that both read
     assert figures.counted("oscar", "a") == "SmolLM2 2, Gemma 1"
     assert figures.perplexity("oscar", "a", "SmolLM2") == "+4.7"  # e^2 - e
+
+
+def test_few_or_unfinished_texts_are_left_out(tmp_path):
+    rows = [row("a", t, kl=t + 1.0) for t in range(7)] + [row("b", t, kl=1.0) for t in range(6)]
+    rows += [row("a", t, GEMMA, kl=1.0) for t in range(5)]
+    rows += [row("a", "all", task="srft.error", held=0.5)]
+    file = tmp_path / "run" / "oscar" / "all.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    page.keep(tmp_path / "run", tmp_path)
+    figures = Figures(tmp_path)
+    assert figures.counted("oscar", "a") == "SmolLM2 6"  # the seventh has no b
+    assert figures.kl("oscar", "a") == "3.5"  # of a task of one model, without its name
+    assert figures.mean("srft.error", "a", "held") == ".50"
+    with pytest.raises(UserError, match="no rows; got oscar of Gemma"):
+        figures.kl("oscar", "a", "Gemma")
+    assert figures.table(figures.kl, "KL", ("of a", "oscar", "a")).splitlines()[2] == (
+        "| of a | 3.5 | - | - | - |"
+    )
+
+
+def test_differences_have_their_interval(tmp_path):
+    nll = [1.0, 1.2, 1.4, 1.1, 1.3, 1.5]
+    rows = [row("a", t, nll=x + 0.01 * t) for t, x in enumerate(nll)]
+    rows += [row("b", t, nll=x) for t, x in enumerate(nll)]
+    file = tmp_path / "run" / "oscar" / f"{SMOL}.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    page.keep(tmp_path / "run", tmp_path)
+    said = Figures(tmp_path).nats("oscar", "a", "b")
+    low, high = map(float, re.fullmatch(r"\.025 \[(\.\d+), (\.\d+)\]", said).groups())
+    assert 0 < low < 0.025 < high < 0.05
+
+
+def test_an_interval_shows_whether_it_holds_1():
+    interval = intervals.ratio([1.02, 1.1, 1.2, 1.03, 1.1], [1.0] * 5)
+    assert interval.low > 1
+    assert re.fullmatch(r"1\.09 \[1\.0[2-6], 1\.1\d\]", page.bracketed(interval))
+
+
+def test_times_are_those_of_their_rows(tmp_path):
+    speeds = [
+        {"golden": "a", "rms": 0.0, "bound": 0.0},
+        *(
+            {"case": case, "kind": kind, "microseconds": us, "ratio": 40 / us, "rms": 0.0}
+            | {"gigabytes_per_second": gigabytes}
+            for case in ("b1 32k", "b1 128k")
+            for kind, us, gigabytes in (("torch", 40.0, 0.0), ("int4", 16.0, 2359.296))
+        ),
+    ]
+    (tmp_path / "codes.jsonl").write_text("\n".join(map(json.dumps, speeds)))
+    assert Figures(tmp_path).speeds().splitlines()[2:] == [
+        "| torch | 16.00 | 40.0 (1.00) | 40.0 (1.00) |",
+        "| int4 | 4.50 | 16.0 (2.50) | 16.0 (2.50) |",
+    ]
+    parts = {("srft", 4096): 8.0, ("srft", 1): 80.0, ("product", 4096): 2.0}
+    rows = [
+        {"dims": dims, "vectors": vectors, "what": what, "nanoseconds": x * dims}
+        for (what, vectors), x in parts.items()
+        for dims in (128, 64)
+    ]
+    (tmp_path / "encode.json").write_text(json.dumps({"rows": rows}))
+    assert Figures(tmp_path).encode("product") == ".25, .25"
+    assert Figures(tmp_path).encode("srft", vectors=1) == "10, 10"
+
+
+def test_tables_of_humaneval_come_with_their_rows(tmp_path):
+    pytest.importorskip("torch")
+    assert Figures(tmp_path).humaneval() == "No rows yet."
+    numbers = {"passed": True, "tokens": 10, "stopped": True, "bits_per_value": 16.0}
+    made = [row("fp16", f"HumanEval/{i}", task="humaneval", **numbers) for i in range(3)]
+    file = tmp_path / "run" / "humaneval" / f"{SMOL}.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(json.dumps(x | {"completion": "pass"}) for x in made))
+    page.keep(tmp_path / "run", tmp_path)
+    said = Figures(tmp_path).humaneval()
+    assert said.startswith("SmolLM2:\n\n|") and "| 4096 | `fp16` | 16.00 | 3 | 100.0 [" in said
+    assert b"completion" not in gzip.decompress(
+        (tmp_path / f"humaneval-{SMOL}.jsonl.gz").read_bytes()
+    )
 
 
 def test_kept_rows_have_what_pages_need(figures):
