@@ -460,6 +460,25 @@ def test_speeds_of_latents_are_those_of_the_kept_rows():
     assert sorted(row[1:] for row in tables(table)[1:]) == sorted(wanted)
 
 
+def test_speeds_of_triton_are_those_of_the_kept_rows():
+    """cuda_track/README.md: of each method that has kernels, torch's time over ours."""
+    lines = (RESULTS / "papers/codes.jsonl").read_text(encoding="utf-8").splitlines()
+    times = {}
+    for row in filter(lambda row: "kind" in row, map(json.loads, lines)):
+        times.setdefault(row["kind"], []).append(f"{row['ratio']:.2f}".removeprefix("0"))
+    said = {kind: ", ".join(ratios) for kind, ratios in times.items()}
+    wanted = {
+        "affine codes of 2, 3, 4, 8 bits": f"4 bits {said['int4']}; `kivi-int2` {said['kivi-int2']}",
+        "mixed bits": f"2.25 bits {said['fill']}",
+        "codebook of 2, 3, 4 bits": f"4 bits {said['turbo-int4']}; 3 bits {said['turbo-int3']}; "
+        f"2 bits {said['turbo-int2']}",
+        "polar keys": said["polar"],
+    }
+    text = page("cuda_track/README.md").read_text(encoding="utf-8")
+    rows = tables(text[text.index("| method | presets |") :].split("\n\n")[0])[1:]
+    assert {row[0]: row[4] for row in rows if row[4] != "-"} == wanted
+
+
 def test_parity_is_that_of_its_rows():
     measured = parity.kept(RESULTS / "parity" / parity.ROWS)
     assert (RESULTS / "parity.md").read_text(encoding="utf-8") == parity.page_of(measured)
