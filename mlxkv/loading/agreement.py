@@ -13,11 +13,12 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
+from math import inf
 from typing import Any
 
 import mlx.core as mx
 
-from mlxkv import console
+from mlxkv import console, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus, sources
 from mlxkv.errors import UserError
@@ -49,7 +50,8 @@ def choose(loaded, kv: str) -> Choice:
         detach(model)
         dial, why = _dial(loaded, calibration)
         try:
-            choice = _chosen(loaded, bound, dial, why)
+            with startup.one_thread():
+                choice = _chosen(loaded, bound, dial, why)
         finally:
             detach(model)
         with suppress(OSError, UserError):
@@ -88,7 +90,7 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
             far.read(texts_of(loaded, far.length, number), count)
 
             def keeps(preset: str) -> bool:
-                margin = near.measured(preset, count).margin
+                margin = near.measured(preset).margin
                 return far.measured(preset, count).keeps(bound, margin)
 
             if not keeps(dial[at]):
@@ -117,7 +119,7 @@ class Readings:
     loaded: Any  # a `mlxkv.Loaded`
     context: int
     tokens: int
-    seconds: float = 0.0  # of reading them
+    seconds: float = inf  # of the text that took the least: the first ones also wait for kernels
     _exact: list[tuple[Sequence[int], list, mx.array]] = field(default_factory=list)
     _found: dict[str, Measured] = field(default_factory=dict)
 
@@ -129,12 +131,12 @@ class Readings:
     def read(self, texts: Iterable[Sequence[int]], count: Callable[[], None]) -> None:
         """Read texts of `length` tokens each."""
         detach(self.loaded.model)
-        start = time.perf_counter()
         for text in texts:
+            start = time.perf_counter()
             exact = reading.prefill(self.loaded, text[: self.context])
             self._exact.append((text, exact, self._likeliest(deepcopy(exact), text)))
+            self.seconds = min(self.seconds, time.perf_counter() - start)
             count()
-        self.seconds = time.perf_counter() - start
 
     def measured(self, preset: str, count: Callable[[], None] = lambda: None) -> Measured:
         """Return what a preset keeps, measured once."""
@@ -151,7 +153,7 @@ class Readings:
 
     def longest(self) -> tuple[int, int] | None:
         """Return the longest context that a minute and the memory allow, and for how many texts; None if none does."""
-        a_token = self.seconds / len(self._exact) / self.length
+        a_token = self.seconds / self.length
         size = sum(cache.nbytes for cache in self._exact[0][1]) / self.context
         for context in LONGER:
             if context <= self.context or context + self.tokens > (self.loaded.context or 0):

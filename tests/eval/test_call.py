@@ -64,15 +64,19 @@ def test_a_method_and_a_loaded_model(model_folder):
 
 
 def test_the_page_shows_code_that_runs(model_folder, capsys):
-    """With a small model in place of SmolLM2: the guide marks the block, which takes minutes, as not run."""
-    block = next(b for b in repo_pages.blocks(PAGE) if b.language == "python")
+    """With a small model of SmolLM2's head dim in its place: the guide marks the block, which takes minutes, as not
+    run. The output below it has the same rows, and the same bits of each."""
+    block, output = repo_pages.blocks(PAGE)[:2]
+    assert (block.language, output.language) == ("python", "text")
     assert len([line for line in block.text.splitlines() if line.strip()]) < 25
     small = block.text.replace('"smollm2", [', f"{str(model_folder)!r}, context=512, kv=[")
     exec(compile(small, block.name, "exec"), {})
     printed = capsys.readouterr().out.splitlines()
-    for line, name in zip(printed, ("fp16", "int4", "nf4", "nf4, keys rotated"), strict=True):
-        form = rf"{name} +[\d.]+ bits, KL [\d.]+ \[[\d.]+, [\d.]+\], same next token [\d.]+%"
+    names, shown = ("fp16", "int4", "nf4", "nf4, keys rotated"), output.text.strip().splitlines()
+    for line, real, name in zip(printed, shown, names, strict=True):
+        form = rf"({name} +[\d.]+ bits, )KL [\d.]+ \[[\d.]+, [\d.]+\], same next token [\d.]+%"
         assert re.fullmatch(form, line), line
+        assert re.fullmatch(form, real)[1] == re.fullmatch(form, line)[1]
 
 
 def test_errors_name_arguments(subtests, model_folder):
