@@ -1,5 +1,6 @@
 """`mlxkv demo`: one model reads a long text into two caches side by side, full precision and a compressed one,
-and answers a question about a fact in it from each. Shows the memory of both as they grow."""
+and answers a question about a fact in it from each, and from a file of the compressed one. Shows the memory of both as
+they grow."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle, zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 from rich.console import Console, Group
@@ -20,6 +23,8 @@ from mlxkv.console import human_bytes, human_time, note, print_json, say, workin
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
+from mlxkv.formats.session import PACK, PackedFile, Saved
+from mlxkv.generate import prompt_cache
 from mlxkv.generate.generation import new_cache, stream
 from mlxkv.generate.usage import projected, usage
 from mlxkv.loading.load import load
@@ -63,6 +68,7 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
             chart.add(*row)
     seconds = time.perf_counter() - begun
     compact = usage(caches[name])  # of what the chart shows
+    size, waited, kept = _from_file(loaded, tokens, caches[name])
     answers = {kind: _answer(loaded, tokens[-1:], cache) for kind, cache in caches.items()}
     right = {kind: ANSWER in answer.lower() for kind, answer in answers.items()}
     if as_json:
@@ -76,7 +82,8 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
         steps = [
             dict(zip(("tokens", "kv_bytes_fp16", "kv_bytes"), row, strict=True)) for row in rows
         ]
-        print_json(data | {"answers": answers, "right": right, "rows": steps})
+        pack = {"bytes": size, "seconds": round(waited, 2), "answer": kept}
+        print_json(data | {"answers": answers, "right": right, "rows": steps, "pack": pack})
         return
     say(f"\n{depth:.0%} into the text: {FACT}")
     say(f"question: {QUESTION}")
@@ -88,6 +95,11 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
     say(
         "a longer text saves more: the first and last tokens stay exact, the others take "
         f"{max(layer.bits_per_value for layer in loaded.layers if layer.compressed):g} bits"
+    )
+    same = "the same answer" if kept == answers[name] else f"another answer: {kept}"
+    say(
+        f"from a file of {human_bytes(size)}: {same}, first word after {waited:.1f} s; of a text of yours: "
+        f"mlxkv read FILE -m {model} --kv {name}, then mlxkv chat --with FILE.kvpack"
     )
     note(
         f"[read twice in {seconds:.0f} s; what fits here: mlxkv fit -m llama-3.1-8b; "
@@ -145,6 +157,22 @@ def _fitting(loaded, sides: tuple[list, list]) -> tuple[int, float]:
     list(read_text(loaded, [0] * CHUNK, list(sides)))
     rate = CHUNK / (time.perf_counter() - begun)
     return int(min(MOST, max(LEAST, SECONDS * rate))) // CHUNK * CHUNK, rate
+
+
+def _from_file(loaded, tokens: list[int], cache: list) -> tuple[int, float, str]:
+    """Save a cache that has read all tokens but the last as packs are saved, and answer from the file. Returns its
+    bytes, the seconds until the first word of the answer, and the answer."""
+    with TemporaryDirectory() as place:
+        path = Path(place) / f"demo{PACK}"
+        files = [PackedFile("demo.txt", "0" * 64, 0)]
+        saved = Saved(cache, tokens[:-1], [{"role": "system", "content": ""}], "", True, files)
+        size = prompt_cache.write(path, saved, loaded, "demo").stat().st_size
+        begun = time.perf_counter()
+        read = prompt_cache.read_session(path, loaded).cache
+        pieces = stream(loaded, tokens[-1:], read, max_tokens=LONGEST)
+        first = next(pieces).text
+        waited = time.perf_counter() - begun
+        return size, waited, (first + "".join(piece.text for piece in pieces)).strip()
 
 
 def _answer(loaded, last: list[int], caches: list) -> str:

@@ -28,6 +28,13 @@ def test_both_caches_answer_from_the_text(shown):
     assert shown["fact"].endswith(f"{ANSWER}.") and len(shown["answers"]) == 2
 
 
+def test_a_file_of_the_cache_gives_the_same_answer(shown):
+    pack = shown["pack"]
+    assert pack["answer"] == shown["answers"]["int4"] and ANSWER in pack["answer"].lower()
+    assert 0 < pack["seconds"] < shown["seconds"]
+    assert shown["rows"][-1]["kv_bytes"] <= pack["bytes"] < 2 * shown["rows"][-1]["kv_bytes"]
+
+
 def test_what_it_draws_was_measured(shown):
     first, last = shown["rows"][0], shown["rows"][-1]
     assert last["tokens"] > 440
