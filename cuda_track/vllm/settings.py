@@ -18,10 +18,11 @@ from cuda_track.kernels import launch, layout
 from cuda_track.kernels.record import Record
 from mlxkv.catalog import folder
 from mlxkv.errors import UserError
+from mlxkv.formats import agreement
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.formats.quantizers import Codebook
 
 KV, CALIBRATION = "mlxkv", "mlxkv_calibration"  # keys of --additional-config
@@ -131,6 +132,10 @@ def plan(additional: Mapping[str, object] | object, model: str) -> Plan:
 
 @cache
 def _plan(name: str, path: str | None, model: str) -> Plan:
+    at = Path(model)
+    mark = folder.fingerprint(folder.check_folder(at)) if at.is_dir() else None
+    if (bound := bound_of(name)) is not None:
+        name = _chosen(name, bound, path, at, mark)
     config = parse_kv(name)
     reason = launch.why_not(config, (128, 128))
     if isinstance(config.keys.quantizer, Codebook) or isinstance(config.values.quantizer, Codebook):
@@ -147,8 +152,6 @@ def _plan(name: str, path: str | None, model: str) -> Plan:
     config = replace(config, sink=SINK, recent=RECENT)
     if not config.calibrated:
         return Plan(config, None)
-    at = Path(model)
-    mark = folder.fingerprint(folder.check_folder(at)) if at.is_dir() else None
     source = artifact.read_calibration(path) if path else None
     if source is None and mark is not None:
         source = artifact.find(mark, at, config)
@@ -160,3 +163,17 @@ def _plan(name: str, path: str | None, model: str) -> Plan:
     if mark is not None:
         source.check({}, mark)
     return Plan(config, source)
+
+
+def _chosen(name: str, bound: float, path: str | None, at: Path, mark: str | None) -> str:
+    """Return the preset that mlxkv chose for this model and a share of next tokens. Raises UserError."""
+    choice = None
+    if mark is not None:
+        calibration = artifact.read_calibration(path) if path else artifact.find(mark, at)
+        choice = agreement.find(mark, bound, calibration and calibration.digest)
+    if choice is None:
+        raise UserError(
+            f"[vllm] {name} is chosen by MLX, once a model: mlxkv chat -m {at} --kv {name}, on this machine; got no "
+            f"choice; choose {CHOICES}"
+        )
+    return choice.preset

@@ -40,8 +40,10 @@ from mlxkv.console import (
     working,
 )
 from mlxkv.errors import UserError, brief
+from mlxkv.formats import agreement
+from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS, canonical, parse_kv
+from mlxkv.formats.names import PICKS, bound_of, canonical, parse_kv
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.untrusted import Unsound
 
@@ -63,8 +65,13 @@ def run_fit(
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
-    presets = {name: parse_kv(name) for name in (names or PICKS)}
+    shares = [name for name in names if bound_of(name) is not None]
+    presets = {name: parse_kv(name) for name in (names or PICKS) if name not in shares}
     if model is None:
+        if shares:
+            raise UserError(
+                f"[--kv] a share of next tokens is of one model; got {shares[0]}; add --model NAME"
+            )
         for option, given in (("--context", context), ("--pack", "it" if pack else None)):
             if given is not None:
                 raise UserError(f"[{option}] is for one model; got {given}; add --model NAME")
@@ -77,7 +84,12 @@ def run_fit(
         raise UserError(
             f"[--context] longer than the model's context; got {tokens}; {plan.name} takes {plan.limit}"
         )
-    usable = int(USABLE * total)
+    usable, said = int(USABLE * total), []
+    for share in shares:
+        turned = memory is not None and context is not None
+        name, line = _most(model, plan, tokens, usable) if turned else _kept(model, share)
+        presets[name] = parse_kv(name)
+        said.append(f"{share}: {line}" if turned else line)
     rows = [_row(plan, name, cache, tokens, usable) for name, cache in presets.items()]
     data = {
         "model": plan.name,
@@ -92,7 +104,7 @@ def run_fit(
         "context_limit": plan.limit or None,
         "layers": _layer_counts(plan),
         "presets": rows,
-    }
+    } | ({"chosen": said} if shares else {})
     _show(plan, data, sys.stderr if as_json else sys.stdout)
     if as_json:
         print_json(data)
@@ -115,6 +127,52 @@ def run_fit(
             for row in rows
         ],
     )
+    for line in said:
+        print(line)
+
+
+def _kept(model: str, share: str) -> tuple[str, str]:
+    """Return the preset that was chosen for a model and a share, and the line about it. Raises UserError."""
+    bound = bound_of(share)
+    mark, digest = _known(model)
+    choice = agreement.find(mark, bound, digest) if mark and bound else None
+    if choice is None:
+        raise UserError(
+            f"[--kv] {share} is chosen when a model is read, and was not yet; got {plain(model)}; "
+            f"mlxkv chat -m {plain(model)} --kv {share} does it, or choose a number of bits"
+        )
+    return choice.preset, choice.line
+
+
+def _most(model: str, plan: ModelPlan, tokens: int, usable: int) -> tuple[str, str]:
+    """Return the preset with the most bits that fits, or the smallest, and what is known of its share."""
+    order = [*agreement.DIAL, "fp16"]
+    fitting = [x for x in order if need(plan, parse_kv(x), tokens).total <= usable]
+    name = fitting[-1] if fitting else order[0]
+    line = f"{name} is the most that fits" if fitting else f"nothing fits, {name} is the smallest"
+    mark, digest = _known(model)
+    if name != "fp16" and mark and (cost := agreement.cost_of(mark, digest, name)) is not None:
+        least = "" if cost.preset == name else "at least "
+        line += f"; it keeps {least}{100 * cost.mean:.1f} % of next tokens"
+    return name, line
+
+
+def _known(model: str) -> tuple[str | None, str | None]:
+    """Return the fingerprint of a model that is here, and the digest of its calibration."""
+    from mlxkv.catalog.hub import cached
+
+    try:
+        source = resolve(model)
+        place = cached(source.repo) if source.folder is None else None
+        at = place.config.parent if place else source.folder
+        found = folder.check_folder(at) if at and at.exists() else None
+    except UserError:
+        found = None
+    if found is None:
+        return None, None
+    mark = folder.fingerprint(found)
+    calibration = artifact.find(mark, found.path)
+    return mark, calibration and calibration.digest
 
 
 def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mlxkv import __version__, files, untrusted
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.names import parse_kv
 from mlxkv.untrusted import Unsound
 
 # What a choice is made from, the fewest bits first: with a calibration, and without one.
@@ -59,7 +60,7 @@ class Measured:
 class Choice:
     """The preset that keeps a bound. short, long: measured at two contexts; None for fp16, which needs no measuring,
     and where the model's context or a minute allows no longer one. why: why it has no fewer bits, or "". date: of the
-    measurement, as YYYY-MM-DD."""
+    measurement, as YYYY-MM-DD. tried: all that was measured at the short context."""
 
     bound: float
     preset: str
@@ -67,6 +68,7 @@ class Choice:
     long: Measured | None
     why: str
     date: str
+    tried: tuple[Measured, ...] = ()
 
     @property
     def line(self) -> str:
@@ -109,8 +111,28 @@ def find(
                     *(_measured(entry[name]) for name in ("short", "long")),
                     str(entry["why"]),
                     str(entry["date"]),
+                    tuple(filter(None, map(_measured, entry["tried"]))),
                 )
     return None
+
+
+def cost_of(fingerprint: str, calibration: str | None, preset: str) -> Measured | None:
+    """Return what is known of a preset: what was measured of it, or of one with fewer bits, whatever was asked."""
+    best: Measured | None = None
+    for entry in _entries(fingerprint):
+        with suppress(KeyError, TypeError, ValueError):
+            if (entry["calibration"], entry["version"]) != (calibration, __version__):
+                continue
+            for found in filter(None, map(_measured, entry["tried"])):
+                if _bits(found.preset) <= _bits(preset) and (
+                    best is None or _bits(best.preset) < _bits(found.preset)
+                ):
+                    best = found
+    return best
+
+
+def _bits(preset: str) -> float:
+    return parse_kv(preset).bits_per_value(128, 128)
 
 
 def keep(fingerprint: str, choice: Choice, calibration: str | None, dtype: str) -> Path:

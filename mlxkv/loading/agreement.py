@@ -62,7 +62,7 @@ def choose(loaded, kv: str) -> Choice:
 def _dial(loaded, calibration) -> tuple[tuple[str, ...], str]:
     """Return the presets to choose from, and why not all of them."""
     if calibration is None:
-        return PLAIN, f"mlxkv calibrate --model {loaded.name} allows fewer bits"
+        return PLAIN, "mlxkv calibrate would allow fewer bits"  # no name: servers show the line
     config = parse_kv(DIAL[0])
     if calibration.serves(config.fitted):
         reports = attach(loaded.model, config, calibration=calibration)
@@ -98,9 +98,9 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
     if at == len(dial):
         last = near.measured(dial[-1])
         best = f"{dial[-1]} keeps {100 * last.mean:.1f} %"
-        return Choice(bound, "fp16", None, None, best, today)
-    found = [texts.measured(dial[at]) for texts in (near, *([far] if far else []))]
-    return Choice(bound, dial[at], *(*found, None)[:2], why, today)
+        return Choice(bound, "fp16", None, None, best, today, near.found)
+    short, long = near.measured(dial[at]), far and far.measured(dial[at])
+    return Choice(bound, dial[at], short, long, why, today, near.found)
 
 
 def _first(presets: Sequence[str], keeps: Callable[[str], bool]) -> int:
@@ -137,6 +137,11 @@ class Readings:
             self._exact.append((text, exact, self._likeliest(deepcopy(exact), text)))
             self.seconds = min(self.seconds, time.perf_counter() - start)
             count()
+
+    @property
+    def found(self) -> tuple[Measured, ...]:
+        """Return all that was measured."""
+        return tuple(self._found.values())
 
     def measured(self, preset: str, count: Callable[[], None] = lambda: None) -> Measured:
         """Return what a preset keeps, measured once."""

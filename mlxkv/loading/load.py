@@ -48,7 +48,7 @@ class Loaded:
     name: as requested. path: its folder. config: its config.json. kv, kv_name: the cache format, and its name.
     layers: one report per cache. dtype: of the activations. fingerprint: of its files. context: the longest context
     the model was made for, in tokens, or None. notes: lines to show after the layers. sampling: the settings that
-    its makers recommend.
+    its makers recommend. chosen: the line about `kv` where a share was asked for, or "".
     """
 
     model: nn.Module
@@ -64,6 +64,7 @@ class Loaded:
     context: int | None = None
     notes: list[str] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
+    chosen: str = ""
     _has_spoken: bool = field(default=False, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -196,6 +197,7 @@ def load(
         loaded.kv = parse_kv(choice.preset)
         loaded.kv_name = loaded.kv.label
         loaded.layers = attach(model, loaded.kv, strict, fold=fold)
+        loaded.chosen = choice.line
         loaded.notes.append(choice.line)
     return loaded
 

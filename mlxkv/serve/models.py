@@ -106,6 +106,7 @@ class LoadedModel:
             "batched": engine.is_batchable,
             "processes": engine.ranks.size,  # byte counts below are per process
             "report": loaded.report(),
+            "chosen": loaded.chosen,  # what --kv 99% came to
             "steps": loaded.steps,
             "layers": [layer.as_dict() for layer in loaded.layers],
             "memory": {"bound_bytes": memory.bound},

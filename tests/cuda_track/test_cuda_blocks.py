@@ -24,7 +24,9 @@ from cuda_track.kernels.record import ALIGN, Record
 from cuda_track.vllm import settings
 from cuda_track.vllm.blocks import Blocks, Prefill, Requests, pages_read, runs_of
 from cuda_track.vllm.settings import CALIBRATION, KV, PAGE, RECENT, SINK, Heads, LayerCodecs
+from mlxkv.catalog import folder
 from mlxkv.errors import UserError
+from mlxkv.formats import agreement
 from mlxkv.formats.calibration import artifact, mixed_bits
 from mlxkv.formats.calibration.artifact import Calibration, Layer
 from mlxkv.formats.config import Side
@@ -410,6 +412,7 @@ REFUSED = {
     "no mapping": (None, re.escape("--additional-config names no cache; got {}")),
     "a boolean": ({KV: True}, "--additional-config names no cache"),
     "no calibration": ({KV: "int3"}, "int3 needs a calibration of this model; got none"),
+    "a share of no choice": ({KV: "99%"}, "99% is chosen by MLX, once a model: .*; got no choice"),
     "no file": ({KV: "int3", CALIBRATION: "/nowhere"}, "nowhere"),
 }
 
@@ -420,6 +423,15 @@ def test_what_has_no_blocks_is_refused_in_one_line(case):
     with pytest.raises(UserError, match=reason) as caught:
         settings.plan(additional, "some/model")
     assert "\n" not in str(caught.value) and str(caught.value).startswith("[")
+
+
+def test_a_share_is_what_mlxkv_chose_for_the_model(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
+    mark = folder.fingerprint(folder.check_folder(model_folder))
+    choice = agreement.Choice(0.98, "int4", None, None, "", "2026-11-29")
+    agreement.keep(mark, choice, None, "mlx.core.bfloat16")
+    plan = settings.plan({KV: "98%"}, str(model_folder))
+    assert plan.config.keys == parse_kv("int4").keys
 
 
 def test_a_calibration_of_another_model_is_refused(calibration):

@@ -5,12 +5,17 @@ import json
 import mlx.core as mx
 import pytest
 
+import mlxkv
+from mlxkv.catalog.sizes import need
+from mlxkv.cli import main
+from mlxkv.doctor import fit
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement as kept
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Measured
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.loading import agreement
 from mlxkv.loading.load import load
+from mlxkv.serve.options import ServeOptions
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +75,8 @@ def faked(monkeypatch, shares: dict[str, float], later: dict[str, float] | None 
     def measured(self, preset, count=None):
         of = shares if self.context == 192 or later is None else later
         same = tuple(round(1e6 * of[preset]) for _ in self._exact)
-        return Measured(preset, self.context, 1_000_000, same)
+        self._found[preset] = Measured(preset, self.context, 1_000_000, same)
+        return self._found[preset]
 
     monkeypatch.setattr(agreement.Readings, "measured", measured)
 
@@ -101,10 +107,11 @@ def test_a_model_is_loaded_with_its_choice_measured_once(model_folder, monkeypat
     loaded = load(str(model_folder), "90%")
     assert loaded.kv == parse_kv("int4") and loaded.layers[0].compressed  # a random model
     assert loaded.report()[-1].startswith("90%: int4, same next token ")
-    assert "mlxkv calibrate" in loaded.notes[-1]
+    assert "mlxkv calibrate" in loaded.chosen and str(model_folder) not in loaded.chosen
     (file,) = short.glob("*.agreement.json")
     assert loaded.fingerprint in file.name
     (entry,) = json.loads(file.read_text())
+    assert {found["preset"] for found in entry["tried"]} <= {"int4", "int8"}
     assert entry["preset"] == "int4" and len(entry["short"]["same"]) == TEXTS and entry["date"]
     monkeypatch.setattr(agreement, "_chosen", lambda *_: pytest.fail("measured again"))
     assert load(str(model_folder), "90%").kv_name == "int4"
@@ -145,3 +152,50 @@ def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
     choice = kept.find(loaded.fingerprint, 0.95, agreement.find_calibration(loaded.model).digest)
     assert choice is not None and choice.preset == DIAL[1]
     assert kept.find(loaded.fingerprint, 0.95, None) is None  # chosen for that calibration
+
+
+def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
+    args = ["fit", "--model", str(model_folder), "--kv", "90%"]
+    assert main(args) == 2
+    assert "90% is chosen when a model is read, and was not yet" in capsys.readouterr().err
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    load(str(model_folder), "90%")
+    capsys.readouterr()
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "90%: int4, same next token 95 %" in out and "\n int4 " in out and "fp16" not in out
+    assert main([*args, "--memory", "16GB", "--context", "256", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["preset"] for row in data["presets"]] == ["fp16"]  # the most that fits
+    assert data["chosen"] == ["90%: fp16 is the most that fits"]
+    plan = fit.read_plan(str(model_folder))
+    for name, known in (("int8", "99.0 %"), ("fill-6", "at least 95.0 %")):
+        usable = need(plan, parse_kv(name), 8192).total
+        line = f"{name} is the most that fits; it keeps {known} of next tokens"
+        assert fit._most(str(model_folder), plan, 8192, usable) == (name, line)
+    assert fit._most(str(model_folder), plan, 8192, 0)[1].startswith("nothing fits, fill-2.25 is")
+    assert main(["fit", "--kv", "auto"]) == 2
+    assert "a share of next tokens is of one model" in capsys.readouterr().err
+
+
+def test_eval_and_python_speak_of_shares(model_folder, monkeypatch, capsys):
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    rows = mlxkv.eval(str(model_folder), ["97%"], context=512)
+    assert [row["preset"] for row in rows] == ["fp16", "97%"]
+    assert rows[1]["bits_per_value"] == pytest.approx(
+        parse_kv("int8").bits_per_value(64, 64), rel=0.1
+    )
+
+
+def test_chat_and_serve_take_a_share(model_folder, monkeypatch, capsys):
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    assert (
+        main(["chat", "-m", str(model_folder), "--kv", "97%", "-p", "a", "--max-tokens", "2"]) == 0
+    )
+    said = capsys.readouterr().err
+    assert "97%: int8, same next token 99 %" in said
+    assert ServeOptions(model=str(model_folder), kv="97%").kv == "97%"
+    with pytest.raises(UserError, match="no such share"):
+        ServeOptions(model=str(model_folder), kv="12%")
+    assert main(["run", "--kv", "97%", "--", "python", "-c", ""]) == 2
+    assert "a share of next tokens is asked of a model" in capsys.readouterr().err

@@ -66,6 +66,8 @@ export function show(chat) {
   if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
   if (kv && all.bytes < kv.bytes) lines.push("A chat takes less at rest than during a reply.");
   lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");
+  const told = documentOf(chat)?.chosen;
+  if (told) lines.push(`Chosen for ${told}.`);
   if (context) lines.push(`Context of this model: ${count(context)} tokens.`);
   $("figures").replaceChildren(...(rows.length ? [h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...body))] : []), ...lines.map((text) => h("p", { text })));
 }
