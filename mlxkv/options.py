@@ -28,7 +28,8 @@ Kv = Annotated[
     str,
     Option(
         "--kv",
-        help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
+        help="Cache preset (mlxkv presets), bits (3.5), KEYS/VALUES (int8/int4), or 99%: the fewest bits that keep "
+        "such a share of next tokens.",
         autocompletion=complete_kv,
         rich_help_panel="Cache",
     ),

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from experiments.evidence.texts import DOCUMENTS, MANUAL, READ, Texts
 from experiments.options import Parser, words
 from mlxkv import console
+from mlxkv.calibration.fitting import find_calibration
 from mlxkv.errors import UserError
-from mlxkv.formats.agreement import DIAL
+from mlxkv.formats.agreement import Measured
 from mlxkv.formats.names import bound_of, parse_kv
-from mlxkv.loading.agreement import NEXT, Readings, choose
+from mlxkv.loading.agreement import NEXT, Readings, choose, dial_of
 from mlxkv.loading.load import load
 
 HELD = (MANUAL, *READ, *(f"document-{i + 1}" for i in range(DOCUMENTS)))[:12]
@@ -45,6 +46,7 @@ def _measure(args, model: str, texts: Texts) -> None:
     loaded = load(model, "fp16", dtype=args.dtype, calibration=args.calibration)
     name = Path(model).name.removesuffix(".gguf")
     done, bits = _read(args.output), {}
+    dial, _ = dial_of(loaded, find_calibration(loaded.model))
     with args.output.open("a", encoding="utf-8") as file:
 
         def write(row: dict) -> None:
@@ -64,7 +66,7 @@ def _measure(args, model: str, texts: Texts) -> None:
         known = {(x["context"], x["preset"]) for x in done if x["model"] == name and "texts" in x}
         for context in (console.parse_tokens(x, "--contexts") for x in args.contexts):
             length = min(context, (loaded.context or context) - NEXT)
-            due = [x for x in around(bits.values()) if (context, x) not in known]
+            due = [x for x in around(dial, bits.values()) if (context, x) not in known]
             if not due:
                 continue
             found = {held: texts.tokens(loaded, held, length + NEXT) for held in HELD}
@@ -78,35 +80,52 @@ def _measure(args, model: str, texts: Texts) -> None:
                     write(about | {"texts": dict(zip(kept, same, strict=True))})
 
 
-def around(chosen: Sequence[str]) -> list[str]:
+def around(dial: Sequence[str], chosen: Iterable[str]) -> list[str]:
     """Return the presets of the dial near those that were chosen, the fewest bits first."""
-    places = [DIAL.index(x) if x in DIAL else len(DIAL) for x in chosen]
-    near = {i for at in places for i in range(max(0, at - BELOW), min(len(DIAL), at + ABOVE + 1))}
-    return [*(DIAL[i] for i in sorted(near)), *(x for x in chosen if x not in DIAL and x != "fp16")]
+    places = [dial.index(x) if x in dial else len(dial) for x in chosen]  # else fp16
+    near = {i for at in places for i in range(max(0, at - BELOW), min(len(dial), at + ABOVE + 1))}
+    return [dial[i] for i in sorted(near)]
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Return the rows as Markdown."""
-    head = "model | asked | chosen | context | same next token, % | least of a text | below | would have done"
-    lines = [head, " | ".join("---" for _ in head.split("|"))]
-    for choice in (x for x in rows if "bound" in x):
-        bound, chosen, model = choice["bound"], choice["preset"], choice["model"]
-        for context in sorted({x["context"] for x in rows if x["model"] == model and "texts" in x}):
+    """Return the rows as two tables in Markdown: what was chosen, and what it keeps on the twelve texts."""
+    choices = [x for x in rows if "bound" in x]
+    out = [_table("model | asked | chosen | at 1K, % | 19 texts of 20 | longest | there, % | s")]
+    for x in choices:
+        short, long = (x[key] and Measured(**x[key]) for key in ("short", "long"))
+        near = (
+            f"{100 * short.mean:.2f} | {100 * (short.mean - short.margin):.2f}" if short else " | "
+        )
+        far = f"{long.context:,} | {100 * long.mean:.2f}" if long else " | "
+        cells = f"{x['model']} | {100 * x['bound']:g}% | `{x['preset']}` | {near} | {far}"
+        out.append(f"| {cells} | {x['seconds']:.0f} |")
+    held = [x for x in rows if "texts" in x]
+    lines = []
+    for x in choices:
+        for context in sorted({row["context"] for row in held if row["model"] == x["model"]}):
             of = {
-                x["preset"]: [n / x["tokens"] for n in x["texts"].values()]
-                for x in rows
-                if x["model"] == model and x.get("context") == context and "texts" in x
+                row["preset"]: [n / row["tokens"] for n in row["texts"].values()]
+                for row in held
+                if row["model"] == x["model"] and row["context"] == context
             }
-            if chosen not in of:
-                continue
-            shares = of[chosen]
-            enough = next(_fewest(of, bound), "none measured")
-            below = f"{sum(x < bound for x in shares)} of {len(shares)}"
-            cells = f"{100 * sum(shares) / len(shares):.2f} | {100 * min(shares):.1f} | {below}"
-            lines.append(
-                f"{model} | {100 * bound:g}% | `{chosen}` | {context:,} | {cells} | `{enough}`"
-            )
-    return "\n".join(f"| {line} |" for line in lines)
+            if x["preset"] in of:
+                lines.append(_held(x, context, of))
+    if lines:
+        head = "model | asked | chosen | context | same next token, % | least of a text | below | enough"
+        out += ["", _table(head), *lines]
+    return "\n".join(out)
+
+
+def _table(head: str) -> str:
+    return f"| {head} |\n| {' | '.join('---' for _ in head.split('|'))} |"
+
+
+def _held(choice: dict, context: int, of: dict[str, list[float]]) -> str:
+    bound, shares = choice["bound"], of[choice["preset"]]
+    below = f"{sum(x < bound for x in shares)} of {len(shares)}"
+    cells = f"{100 * sum(shares) / len(shares):.2f} | {100 * min(shares):.1f} | {below}"
+    asked = f"{choice['model']} | {100 * bound:g}% | `{choice['preset']}` | {context:,}"
+    return f"| {asked} | {cells} | `{next(_fewest(of, bound), 'none of them')}` |"
 
 
 def _fewest(of: dict[str, list[float]], bound: float) -> Iterator[str]:

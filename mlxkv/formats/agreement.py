@@ -47,7 +47,7 @@ class Measured:
 
     @property
     def margin(self) -> float:
-        """Return by how much one text in 20 is below the mean. Needs TEXTS texts."""
+        """Return by how much one text in 20 is below the mean; of TEXTS texts."""
         assert len(self.same) == TEXTS
         return STUDENT * stdev(self.same) / self.tokens * sqrt(1 + 1 / TEXTS)
 

@@ -57,6 +57,12 @@ def test_one_text_in_twenty_may_be_below():
     assert abs(below / times - 0.05) < 0.005
 
 
+def test_a_spread_of_texts_needs_a_higher_mean():
+    alike, apart = (Measured("int4", 1024, 1000, same) for same in ((992,) * 6, (984, 1000) * 3))
+    assert alike.mean == apart.mean and alike.keeps(0.99) and not apart.keeps(0.99)
+    assert apart.keeps(0.99, margin=0.001) and not apart.keeps(0.99, margin=0.003)
+
+
 def test_presets_are_bisected():
     asked = []
 
@@ -82,7 +88,7 @@ def faked(monkeypatch, shares: dict[str, float], later: dict[str, float] | None 
 
 
 def test_the_fewest_bits_that_hold_at_both_contexts(model_folder, monkeypatch, short):
-    monkeypatch.setattr(agreement, "_dial", lambda loaded, calibration: (DIAL, ""))
+    monkeypatch.setattr(agreement, "dial_of", lambda loaded, calibration: (DIAL, ""))
     shares = {name: 0.95 + 0.003 * i for i, name in enumerate(DIAL)}
     later = {name: share - 0.007 for name, share in shares.items()}
     faked(monkeypatch, shares)
@@ -123,13 +129,13 @@ def test_a_model_is_loaded_with_its_choice_measured_once(model_folder, monkeypat
 def test_what_is_measured_is_what_the_cache_changes(model_folder):
     """The share of a preset against one computed in one pass over the model without mlxkv's reading."""
     loaded = load(str(model_folder), "fp16")
-    texts = agreement.texts_of(loaded, 256, TEXTS)
-    assert len({tuple(text) for text in texts}) == TEXTS and {len(text) for text in texts} == {256}
-    readings = agreement.Readings(loaded, 192, 64)
+    texts = agreement.texts_of(loaded, 384, TEXTS)
+    assert len({tuple(text) for text in texts}) == TEXTS and {len(text) for text in texts} == {384}
+    readings = agreement.Readings(loaded, 320, 64)
     readings.read(texts, lambda: None)
     assert readings.measured("fp16").same == (64,) * TEXTS
     for (text, _, likeliest), whole in zip(readings._exact, texts, strict=True):
-        logits = loaded.model(mx.array([whole]))[0, 192:]
+        logits = loaded.model(mx.array([whole]))[0, 320:]
         assert mx.array_equal(mx.argmax(logits, axis=-1), likeliest) and text is whole
     rough = readings.measured("naive-int2").same
     assert readings.measured("int8").mean > sum(rough) / 64 / TEXTS
@@ -145,8 +151,8 @@ def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
     path = kept_path(loaded.fingerprint)
     path.parent.mkdir(parents=True)
     write_calibration(path, made)
-    assert agreement._dial(loaded, agreement.find_calibration(loaded.model)) == (DIAL, "")
-    assert agreement._dial(loaded, None)[0] == PLAIN
+    assert agreement.dial_of(loaded, agreement.find_calibration(loaded.model)) == (DIAL, "")
+    assert agreement.dial_of(loaded, None)[0] == PLAIN
     faked(monkeypatch, {name: 0.99 if name != DIAL[0] else 0.8 for name in DIAL})
     assert load(str(model_folder), "95%").kv_name == DIAL[1]
     choice = kept.find(loaded.fingerprint, 0.95, agreement.find_calibration(loaded.model).digest)

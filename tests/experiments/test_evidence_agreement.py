@@ -1,0 +1,59 @@
+"""Whether shares are kept, on a small model: rows, what is measured again, and the tables."""
+
+import json
+
+import pytest
+
+from experiments.evidence import agreement as evidence
+from experiments.evidence.texts import TEXTS
+from mlxkv.formats.agreement import DIAL
+from mlxkv.loading import agreement
+
+
+@pytest.fixture
+def run(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
+    for name, value in (("CONTEXT", 128), ("NEXT", 32), ("LONGER", ())):
+        monkeypatch.setattr(agreement, name, value)
+    monkeypatch.setattr(evidence, "NEXT", 32)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, name in enumerate((*evidence.HELD, TEXTS[-1])):
+        (folder / f"{name}.txt").write_text(f"text {i}: " + f"{i} words of it " * 400)
+
+    def run(*more: str) -> list[dict]:
+        rows = tmp_path / "rows.jsonl"
+        evidence.main([str(model_folder), "--contexts", "128", "-o", str(rows), *more])
+        return [json.loads(line) for line in rows.read_text().splitlines()]
+
+    return run
+
+
+def test_a_run_goes_on_where_it_stopped(run, capsys):
+    rows = run("--bounds", "80%")
+    (choice,), held = [x for x in rows if "bound" in x], [x for x in rows if "texts" in x]
+    assert choice["preset"] in ("int4", "int8") and choice["processor"] > 0
+    assert choice["preset"] in {x["preset"] for x in held}
+    assert all(set(x["texts"]) == set(evidence.HELD) and len(x["texts"]) == 12 for x in held)
+    assert run("--bounds", "80%") == rows
+    assert len(run("--bounds", "80%,60%")) == len(rows) + 1
+    capsys.readouterr()
+    run("--table")
+    out = capsys.readouterr().out
+    assert out.count(f"| `{choice['preset']}` |") >= 2 and "of 12 |" in out
+
+
+def test_no_text_is_one_that_choices_are_made_on():
+    assert not set(evidence.HELD) & set(agreement.corpus.KINDS)
+    assert len(set(evidence.HELD)) == 12
+
+
+def test_neighbours_and_what_would_have_been_enough():
+    assert evidence.around(DIAL, ["fill-3"]) == [
+        f"fill-{x}" for x in ("2.25", "2.5", "2.75", "3", "3.25")
+    ]
+    assert evidence.around(DIAL, ["int8", "fp16"])[-1] == "int8" == DIAL[-1]
+    assert evidence.around(("int4", "int8"), ["int4"]) == ["int4", "int8"]
+    of = {"int8": [1.0] * 12, "fill-4": [0.98] * 12, "fill-5": [0.99] * 12}
+    assert next(evidence._fewest(of, 0.985)) == "fill-5"
+    assert next(evidence._fewest(of, 0.5)) == "fill-4"
