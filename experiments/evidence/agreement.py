@@ -32,7 +32,7 @@ LOST = 20  # one text in so many may be below a bound
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     if args.table:
-        return print(table(_read(args.output)))
+        return print(table(read(args.output)))
     for bound in args.bounds:
         if bound_of(bound) is None:
             raise UserError(f"[--bounds] no share; got {bound!r}; write 99%")
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(args, model: str, texts: Texts) -> None:
     loaded = load(model, "fp16", dtype=args.dtype, calibration=args.calibration)
     name = Path(model).name.removesuffix(".gguf")
-    done, bits = _read(args.output), {}
+    done, bits = read(args.output), {}
     dial, _ = dial_of(loaded, find_calibration(loaded.model))
     with args.output.open("a", encoding="utf-8") as file:
 
@@ -134,7 +134,8 @@ def _fewest(of: dict[str, list[float]], bound: float) -> Iterator[str]:
     yield from (x for x in order if sum(s < bound for s in of[x]) * LOST <= len(of[x]))
 
 
-def _read(path: Path) -> list[dict]:
+def read(path: Path) -> list[dict]:
+    """Return the rows of a file, none if it is missing."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

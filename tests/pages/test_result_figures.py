@@ -16,7 +16,7 @@ import repo_pages
 
 from cuda_track.golden import parity
 from experiments import engine
-from experiments.evidence import pretrained, stages
+from experiments.evidence import agreement, pretrained, stages
 from experiments.evidence.cells import OURS, PAPER, Cells, read
 from mlxkv.eval import intervals
 
@@ -30,6 +30,7 @@ SHOWN = r"(\d*\.?\d+)"
 # Figures of a machine's time, or of rows that are not in this repository: the page, a line that it has (a command or
 # a source), and the machine. Nothing here recomputes them.
 ELSEWHERE = {
+    "agreement.md": [("experiments.evidence.agreement MODEL.gguf", "One NVIDIA H200")],
     "cuda.md": [("python -m cuda_track.bench --formats int4,int2", "one NVIDIA H200")],
     "engine.md": [
         ("python -m experiments.engine speed CACHE", "One NVIDIA H200"),
@@ -379,6 +380,28 @@ def test_the_table_of_engines_is_that_of_its_rows(rows):
         "h200x2": "| 64 x 8,192: tokens a second (over bf16) | 5330 | 6589 (1.24) |",
         "quality": "| int4 | Qwen2.5-Coder-0.5B-Instruct | 98.1 [97.5, 98.7] |",
     }[rows] in made
+
+
+def below(preset: str, bound: float, at: int, model: str) -> int:
+    """Texts of which the cache keeps fewer next tokens after `at` K tokens."""
+    found = rows()[model].texts[preset, OURS, at * KI]
+    assert len(found) == 12
+    return sum(row["top1"] < bound for row in found)
+
+
+def test_the_page_of_shares_is_that_of_its_rows():
+    text = " ".join((RESULTS / "agreement.md").read_text(encoding="utf-8").split())
+    for file in (RESULTS / "agreement").glob("*.jsonl"):
+        made = agreement.table(agreement.read(file)).split("\n\n")
+        assert all(" ".join(part.split()) in text for part in made), file
+    assert [below("fill-4.5", 0.97, at, SMOL) for at in (8, 4, 1)] == [5, 1, 0]
+    assert "has five of twelve texts below 97 % at 8K" in text and "one of twelve at 4K" in text
+    assert [below("fill-4", 0.97, at, GEMMA) for at in (1, 4)] == [2, 2]
+    assert "`fill-4` has two of twelve texts below it at 1K and at 4K" in text
+    assert sorted(below("fill-6", 0.99, 8, model) for model in ALL) == [4, 4, 9]
+    assert "`fill-6` has 4 to 9 of twelve texts below 99 % at 8K" in text
+    places = [(model, at) for model in ALL for at in (1, 4, 8, 16, 32) if model != SMOL or at < 16]
+    assert not any(below("int8", 0.99, at, model) for model, at in places)
 
 
 def test_the_table_of_stages_is_that_of_its_rows():
