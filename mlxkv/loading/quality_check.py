@@ -33,7 +33,7 @@ def warn(loaded) -> None:
     The result is kept in the user's cache folder, by model, format and calibration.
     """
     compressed = any(layer.compressed for layer in loaded.layers)
-    if not compressed or loaded.kv in map(parse_kv, TRUSTED):
+    if not compressed or loaded.chosen or loaded.kv in map(parse_kv, TRUSTED):
         return
     file = console.cache_dir() / "quality" / f"{_key(loaded)}.json"
     try:

@@ -13,7 +13,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats import agreement as kept
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Measured
 from mlxkv.formats.names import bound_of, parse_kv
-from mlxkv.loading import agreement
+from mlxkv.loading import agreement, quality_check
 from mlxkv.loading.load import load
 from mlxkv.serve.options import ServeOptions
 
@@ -154,7 +154,10 @@ def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
     assert agreement.dial_of(loaded, agreement.find_calibration(loaded.model)) == (DIAL, "")
     assert agreement.dial_of(loaded, None)[0] == PLAIN
     faked(monkeypatch, {name: 0.99 if name != DIAL[0] else 0.8 for name in DIAL})
-    assert load(str(model_folder), "95%").kv_name == DIAL[1]
+    loaded = load(str(model_folder), "95%")
+    assert loaded.kv_name == DIAL[1]
+    monkeypatch.setattr(quality_check, "divergence", lambda _: pytest.fail("measured twice"))
+    quality_check.warn(loaded)
     choice = kept.find(loaded.fingerprint, 0.95, agreement.find_calibration(loaded.model).digest)
     assert choice is not None and choice.preset == DIAL[1]
     assert kept.find(loaded.fingerprint, 0.95, None) is None  # chosen for that calibration
