@@ -25,7 +25,7 @@ from mlxkv.loading.agreement import NEXT, Readings, choose, dial_of
 from mlxkv.loading.load import load
 
 HELD = (MANUAL, *READ, *(f"document-{i + 1}" for i in range(DOCUMENTS)))[:12]
-BELOW, ABOVE = 5, 1  # places on the dial around a choice that are measured, too
+BELOW, ABOVE = 3, 1  # places on the dial around a choice that are measured, too
 LOST = 20  # one text in so many may be below a bound
 
 
