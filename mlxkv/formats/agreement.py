@@ -108,7 +108,8 @@ def find(
                 return Choice(
                     bound,
                     entry["preset"],
-                    *(_measured(entry[name]) for name in ("short", "long")),
+                    _measured(entry["short"]),
+                    _measured(entry["long"]),
                     str(entry["why"]),
                     str(entry["date"]),
                     tuple(filter(None, map(_measured, entry["tried"]))),

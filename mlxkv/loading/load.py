@@ -193,7 +193,7 @@ def load(
         ),
     )
     if bound is not None:
-        choice = agreement.choose(loaded, kv)
+        choice = agreement.choose(loaded, str(kv))
         loaded.kv = parse_kv(choice.preset)
         loaded.kv_name = loaded.kv.label
         loaded.layers = attach(model, loaded.kv, strict, fold=fold)
