@@ -16,6 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from mlxkv import __version__, files, untrusted
+from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
 from mlxkv.untrusted import Unsound
@@ -102,13 +103,14 @@ def find(
     """Return the choice that was kept for a model, or None. calibration: its digest; dtype: of the activations, any if
     None. A file that is damaged or of another version counts as none."""
     for entry in _entries(fingerprint):
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError, UserError):
             asked = entry["bound"], entry["calibration"], entry["version"]
+            preset = parse_kv(str(entry["preset"])).label
             if asked == (bound, calibration, __version__) and dtype in (None, entry["dtype"]):
                 return Choice(
                     bound,
-                    entry["preset"],
-                    _measured(entry["short"]),
+                    preset,
+                    _measured(entry["short"], TEXTS),
                     _measured(entry["long"]),
                     str(entry["why"]),
                     str(entry["date"]),
@@ -121,7 +123,7 @@ def cost_of(fingerprint: str, calibration: str | None, preset: str) -> Measured 
     """Return what is known of a preset: what was measured of it, or of one with fewer bits, whatever was asked."""
     best: Measured | None = None
     for entry in _entries(fingerprint):
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError, UserError):
             if (entry["calibration"], entry["version"]) != (calibration, __version__):
                 continue
             for found in filter(None, map(_measured, entry["tried"])):
@@ -160,8 +162,12 @@ def _entries(fingerprint: str) -> list[dict[str, Any]]:
     return [x for x in data if isinstance(x, dict)] if isinstance(data, list) else []
 
 
-def _measured(data: Any) -> Measured | None:
+def _measured(data: Any, texts: int = 0) -> Measured | None:
+    """Return what an entry says, None if it says nothing. texts: how many there must be. Raises ValueError, KeyError,
+    TypeError."""
     if data is None:
         return None
-    same = tuple(int(n) for n in data["same"])
-    return Measured(str(data["preset"]), int(data["context"]), int(data["tokens"]), same)
+    same, tokens = tuple(int(n) for n in data["same"]), int(data["tokens"])
+    if not same or len(same) != (texts or len(same)) or not all(0 <= n <= tokens > 0 for n in same):
+        raise ValueError("not what was measured")
+    return Measured(str(data["preset"]), int(data["context"]), tokens, same)

@@ -11,7 +11,7 @@ from mlxkv.cli import main
 from mlxkv.doctor import fit
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement as kept
-from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Measured
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.loading import agreement, quality_check
 from mlxkv.loading.load import load
@@ -124,6 +124,30 @@ def test_a_model_is_loaded_with_its_choice_measured_once(model_folder, monkeypat
     file.write_text("[{}, 3, {")
     monkeypatch.undo()
     assert kept.find(loaded.fingerprint, 0.9, None) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"preset": "int5"},
+        {"preset": ["int4"]},
+        {"short": {"preset": "int4", "context": 192, "tokens": 64, "same": [64]}},
+        {"short": {"preset": "int4", "context": 192, "tokens": 0, "same": [0] * TEXTS}},
+        {"short": {"preset": "int4", "context": 192, "tokens": 64, "same": [65] * TEXTS}},
+        {"long": 3},
+        {"tried": None},
+        {"version": "0"},
+    ],
+)
+def test_a_kept_choice_that_is_damaged_is_none(short, change):
+    found = Measured("int4", 192, 64, (64,) * TEXTS)
+    path = kept.keep(
+        "mark", Choice(0.9, "int4", found, None, "", "2026-11-29", (found,)), None, "x"
+    )
+    assert kept.find("mark", 0.9, None).short == kept.cost_of("mark", None, "int8") == found
+    (entry,) = json.loads(path.read_text())
+    path.write_text(json.dumps([entry | change]))
+    assert kept.find("mark", 0.9, None) is None
 
 
 def test_what_is_measured_is_what_the_cache_changes(model_folder):
