@@ -288,10 +288,14 @@ def pages_of_codes(
                         if C.K.KIND == "affine":
                             s += bias[:, None] * of_queries[None, :]
             by, shift_by = scaled, extra
-            if C.CAPPED:
-                s = _capped(s * scaled[None, :] + extra[None, :], cap)
+            if C.CAPPED or C.MASKED:
+                s = s * scaled[None, :] + extra[None, :]
                 by, shift_by = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
-            if C.MASKED:
+            if C.CAPPED:
+                s = _capped(s, cap)
+            if (
+                C.MASKED
+            ):  # scaled before: -1e30 times a scale, by `fma`, is not the maximum, rounded
                 visible = tl.load(mask + page * PAGE + t) != 0
                 s = tl.where(visible[:, None], s, -1e30)
 
