@@ -234,6 +234,10 @@ def test_processes_share_the_presets(out, monkeypatch, capfd):
     )
     said = {f"{command} --kv fp16,naive-int4", f"{command} --kv int4"}
     assert set(capfd.readouterr().out.splitlines()) == said  # later options win
+    humaneval.main([*given, "--kv", "fill-3"])
+    file = out / "calibration-m.safetensors"
+    made = f"-m cuda_track.calibrate --model m -o {file} --dtype float32"
+    assert capfd.readouterr().out.splitlines()[0] == made
     monkeypatch.setattr(humaneval.sys, "executable", shutil.which("false"))
     with pytest.raises(MachineError, match=r"^\[humaneval\] 2 processes failed;"):
         humaneval.main([*given, "--kv", "fp16,int4,naive-int4"])
