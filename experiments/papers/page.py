@@ -19,7 +19,7 @@ from math import floor, log10
 from pathlib import Path
 
 from experiments.options import Parser
-from experiments.papers.ratios import markdown, more_perplexity
+from experiments.papers.ratios import cells, markdown, more_perplexity
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals, plots
@@ -224,6 +224,26 @@ class Figures:
                 parts.append(f"{short}:\n\n{humaneval.table(read([file]))}")
         return "\n\n".join(parts) or "No rows yet."
 
+    @cached_property
+    def _tasks(self) -> dict[tuple[int, str], Texts]:
+        """Rows of HumanEval on Qwen by context and preset."""
+        model = next(model for model, short in MODELS.items() if short == "Qwen")
+        return cells(read([self.folder / f"humaneval-{model}.jsonl.gz"]), "humaneval", model)
+
+    def solved(self, preset: str, context: int = 4096) -> str:
+        """Return how many tasks of HumanEval pass on Qwen."""
+        return str(sum(row["passed"] for row in self._tasks[context, preset].values()))
+
+    def lost(self, preset: str, column: str = "passed", context: int = 4096) -> str:
+        """Return how many tasks of HumanEval on Qwen have a column with fp16 behind `context` tokens alone, and with
+        a preset behind 4,096 alone, and McNemar's p."""
+        from experiments.papers.humaneval import mcnemar
+
+        base, ours = self._tasks[context, "fp16"], self._tasks[4096, preset]
+        pairs = [(base[text][column], row[column]) for text, row in ours.items() if text in base]
+        counts = pairs.count((True, False)), pairs.count((False, True))
+        return f"{counts[0]} against {counts[1]}, p {number(mcnemar(*counts))}"
+
 
 def page(figures: Figures) -> str:
     """Return the text of the page. Raises UserError for a call that has no rows."""
@@ -271,7 +291,14 @@ PICTURES: dict[str, tuple[str, str, Sequence[str]]] = {  # paper: task, title, v
         "Low rank: a fixed basis, one that follows the text, the best one of this text",
         (
             *("static-0.6", "static-0.6+windows", "static-0.6+windows+int4", "oja-0.6"),
-            *("oracle-0.6", "static-0.9+windows", "oja-0.9", "oracle-0.9", "oja-0.6+raw", "int4"),
+            *(
+                "oracle-0.6",
+                "static-0.9+windows",
+                "static-0.9+windows+int4",
+                "oja-0.9",
+                "oracle-0.9",
+            ),
+            *("oja-0.6+raw", "int4"),
         ),
     ),
 }

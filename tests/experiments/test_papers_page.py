@@ -130,6 +130,27 @@ def test_tables_of_humaneval_come_with_their_rows(tmp_path):
     )
 
 
+def test_tasks_of_humaneval_are_counted_in_pairs(tmp_path):
+    pytest.importorskip("torch")
+    model = list(page.MODELS)[2]
+    passed = {("fp16", 0): (1, 1, 1, 0), ("fp16", 4096): (1, 1, 0, 0), ("a", 4096): (0, 0, 0, 1)}
+    made = [
+        row(preset, t, model, "humaneval", passed=bool(x), stopped=preset == "a")
+        | {"context": context}
+        for (preset, context), values in passed.items()
+        for t, x in enumerate(values)
+    ]
+    file = tmp_path / "run" / "humaneval" / f"{model}.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(map(json.dumps, made)))
+    page.keep(tmp_path / "run", tmp_path)
+    said = Figures(tmp_path)
+    assert (said.solved("fp16", 0), said.solved("fp16"), said.solved("a")) == ("3", "2", "1")
+    assert said.lost("a") == "2 against 1, p 1.0"
+    assert said.lost("a", context=0) == "3 against 1, p .62"
+    assert said.lost("a", "stopped") == "0 against 4, p .12"
+
+
 def test_kept_rows_have_what_pages_need(figures):
     (kept,) = figures.texts("oscar", "a", GEMMA).values()
     assert kept == row("a", 0, GEMMA, kl=1234.6, bits=2.25)
