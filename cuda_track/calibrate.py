@@ -242,8 +242,14 @@ def calibrate(
             model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
     if not moments:
         raise UserError("[calibrate] this model has nothing to compress; got no layer that grows")
-    if None in [rotaries[layer] for layer in moments]:
+    if blind := [rotaries[layer] for layer in moments].count(None):
         positions = min(positions, len(windows(tokens, window)[0]))
+        # Numbers of 16 bits can hide it, as bfloat16 does for Qwen2.5-Coder 0.5B.
+        advice = "" if model.dtype == torch.float32 else "; try --dtype float32"
+        console.note(
+            f"[calibrate] {blind} of {len(moments)} layers do not show how keys rotate: "
+            f"the file holds for positions up to {positions:,}{advice}"
+        )
     costs = sums.floored({i: layer.costs() for i, layer in moments.items()})
     layers = {}
     for i, layer in sorted(moments.items()):

@@ -1,6 +1,7 @@
 """Calibration and evaluation by torch, beside MLX."""
 
 import json
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -70,6 +71,26 @@ def test_moments_are_those_of_mlx(made, tokens, monkeypatch):
             )
             first, second = means
             assert np.abs(first - second).max() < 1e-4 * np.abs(second).max()
+
+
+def test_layers_whose_rotation_is_not_seen_are_said(subtests, loaded, tokens, monkeypatch, capsys):
+    def one_less(*given):
+        return {**rotations(*given), layer: None}
+
+    rotations, last = calibrate.rotations, len(loaded.layers) - 1
+    for dtype, layer, advice in ("float32", last, ""), ("bfloat16", None, "; try --dtype float32"):
+        with subtests.test(dtype=dtype):
+            monkeypatch.setattr(calibrate, "rotations", one_less)
+            made = calibrate.calibrate(load(TINY, "fp16", dtype), tokens, "a text", bos=1)
+            assert made.positions == len(tokens)
+            count, said = re.match(
+                r"\[calibrate\] (\d) of 4 (.*)", capsys.readouterr().err
+            ).groups()
+            assert said == (
+                "layers do not show how keys rotate: the file holds for "
+                f"positions up to {made.positions}{advice}"
+            )
+            assert int(count) == 1 if layer else int(count) > 1
 
 
 def test_a_file_is_read_by_both(made, loaded, tmp_path):
