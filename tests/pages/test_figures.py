@@ -1,5 +1,7 @@
 """Figures of README.md are those of the pages, rows and computations that they come from."""
 
+import gzip
+import json
 import re
 
 import repo_pages
@@ -74,6 +76,23 @@ def test_why_it_matters_follows_from_the_rows():
         for preset in ("naive-int4", "int4")
     ]
     close(" ".join(re.search(pattern, README).groups()), exact)
+
+
+def test_humaneval_is_that_of_its_rows():
+    found = re.search(
+        r"solved of 164: `fp16` (\d+), `int4` (\d+), `fill-3` (\d+), `fill-2.25` (\d+), mlx-lm's codes (\d+), "
+        r"OSCAR's 2 bits (\d+)\.",
+        README,
+    )
+    file = ROOT / "docs/results/papers/humaneval-Qwen2.5-Coder-0.5B-Instruct.jsonl.gz"
+    made = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    for preset, shown in zip(
+        ("fp16", "int4", "fill-3", "fill-2.25", "naive-int4", "oscar-int2"),
+        found.groups(),
+        strict=True,
+    ):
+        passed = [x["passed"] for x in made if (x["preset"], x["context"]) == (preset, 4096)]
+        assert (len(passed), sum(passed)) == (164, int(shown)), preset
 
 
 def test_bytes_are_those_of_fit(subtests):
