@@ -28,8 +28,7 @@ Kv = Annotated[
     str,
     Option(
         "--kv",
-        help="Cache preset (mlxkv presets), bits (3.5), KEYS/VALUES (int8/int4), or 99%: the fewest bits that keep "
-        "such a share of next tokens.",
+        help="Preset (mlxkv presets), KEYS/VALUES: int8/int4, bits, or 99% of next tokens.",
         autocompletion=complete_kv,
         rich_help_panel="Cache",
     ),
