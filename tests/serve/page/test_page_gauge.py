@@ -32,6 +32,13 @@ def test_what_a_chat_takes_and_saves(tab, server):
     tab.shows("document.querySelector('#level').style.width", "0%")
 
 
+def test_what_a_share_came_to_is_said(tab, server):
+    server.document["chosen"] = "99%: fill-6.5, same next token 99.8 %"
+    tab.reload()
+    tab.ask("hello")
+    tab.until(f"{FIGURES}.includes('Chosen for 99%: fill-6.5, same next token 99.8 %.')")
+
+
 def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
     note = "nothing compressed yet (exact up to 192 tokens)"
     server.kv |= {"tokens": 30, "bytes": 240 << 10, "bytes_fp16": 120 << 10, "note": note}
