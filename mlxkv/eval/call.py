@@ -32,7 +32,8 @@ def eval(
     calibration: Calibration | Path | str | None = None,
     adapter_path: Path | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure what caches cost in quality, as the command `mlxkv eval` does, and print nothing.
+    """Measure what caches cost in quality, as the command `mlxkv eval` does, and print nothing but how far a
+    calibration is, or the choice for a share.
 
     Arguments are its options. model: also what `load` returned, whose own cache is attached again afterwards. kv: one
     cache or several, as `load` takes them; full precision ("fp16") is always added. text: files or folders.
@@ -41,7 +42,8 @@ def eval(
     tokens that are decoded behind the context: "kl_mean", KL(fp16 || cache) in nats, "top1", the share with the same
     likeliest token, "ppl", the perplexity, and "ppl_ratio", over fp16's; with tasks="retrieval", "retrieval", the share
     of right answers by kind; "verdict" and its "reason". "kl_interval", "top1_interval" and "ppl_ratio_interval" are
-    [low, high] with 95 % confidence from resampled texts, or None for too few.
+    [low, high] with 95 % confidence from resampled texts, or None for too few. "chosen": the line about a share that
+    was asked for.
 
     Raises UserError, before the model is read if possible, and MachineError.
     """
@@ -65,7 +67,9 @@ def eval(
         if isinstance(model, Loaded):
             attach(model.model, model.kv)
     return [
-        {"preset": name, "context": context} | row
+        {"preset": name, "context": context}
+        | row
+        | ({"chosen": data["chosen"][name]} if name in data["chosen"] else {})
         for context in data["contexts"]
         for name, row in data["rows"][str(context)].items()
     ]

@@ -82,10 +82,13 @@ def measured(
             adapter_path=command.adapter_path,
         )
     configs: dict[str, CacheConfig] = {}
+    chosen: dict[str, str] = {}
     for name, cache in kv.items():
         if isinstance(cache, str):
             choice = choose(loaded, cache)
-            console.note(choice.line)
+            chosen[name] = choice.line
+            if folder is not None:
+                console.note(choice.line)
             cache = parse_kv(choice.preset)
         configs[name] = cache
     arms = Arms(loaded, configs, windows)
@@ -103,7 +106,7 @@ def measured(
     data = report.assemble(arms, options, results, windows)
     if command.adapter_path is not None:
         data["model"] += f" with {Path(command.adapter_path).name}"
-    data |= {"machine": machine() | gpu.device(), "versions": versions()}
+    data |= {"machine": machine() | gpu.device(), "versions": versions(), "chosen": chosen}
     return data | {"seconds": round(time.perf_counter() - start, 1)}
 
 

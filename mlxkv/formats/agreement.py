@@ -49,8 +49,12 @@ class Measured:
     @property
     def margin(self) -> float:
         """Return by how much one text in 20 is below the mean; of TEXTS texts."""
+        return self.margin_for(TEXTS)
+
+    def margin_for(self, texts: int) -> float:
+        """Return by how much one text in 20 is below a mean of so many texts that spread as these TEXTS do."""
         assert len(self.same) == TEXTS
-        return STUDENT * stdev(self.same) / self.tokens * sqrt(1 + 1 / TEXTS)
+        return STUDENT * stdev(self.same) / self.tokens * sqrt(1 + 1 / texts)
 
     def keeps(self, bound: float, margin: float | None = None) -> bool:
         """Return whether 19 texts in 20 stay above a bound. margin: of another context, for fewer than TEXTS texts."""
@@ -78,9 +82,9 @@ class Choice:
         if self.short is not None:
             asked += f", same next token {_percent(self.short.mean)} %"
             low = max(0.0, self.short.mean - self.short.margin)
-            asked += f" [19 texts of 20: {_percent(low)} or more] at {_short(self.short.context)}"
+            asked += f" [19 texts of 20: {_percent(low)} or more] at {short(self.short.context)}"
         if self.long is not None:
-            asked += f", {_percent(self.long.mean)} at {_short(self.long.context)}"
+            asked += f", {_percent(self.long.mean)} at {short(self.long.context)}"
         return asked + (f" ({self.why})" if self.why else "")
 
 
@@ -88,7 +92,8 @@ def _percent(share: float) -> str:
     return f"{int(1000 * share + 1e-9) / 10:g}"  # rounded down
 
 
-def _short(tokens: int) -> str:
+def short(tokens: int) -> str:
+    """Return a number of tokens as the line has it: 4K."""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
@@ -100,9 +105,9 @@ def path_of(fingerprint: str) -> Path:
 def find(
     fingerprint: str, bound: float, calibration: str | None, dtype: str | None = None
 ) -> Choice | None:
-    """Return the choice that was kept for a model, or None. calibration: its digest; dtype: of the activations, any if
-    None. A file that is damaged or of another version counts as none."""
-    for entry in _entries(fingerprint):
+    """Return the choice that was kept for a model, or None. calibration: its digest; dtype: as it was kept, any if
+    None, the latest first. A file that is damaged or of another version counts as none."""
+    for entry in reversed(_entries(fingerprint)):
         with suppress(KeyError, TypeError, ValueError, UserError):
             asked = entry["bound"], entry["calibration"], entry["version"]
             preset = parse_kv(str(entry["preset"])).label

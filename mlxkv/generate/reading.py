@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.generate.generation import new_cache
+from mlxkv.patching.trees import leaves, put
 
 PREFILL = 512  # tokens of a prompt at once
 DECODE = 8  # tokens at once after it; so few that attention reads the codes, as in decoding
@@ -65,18 +66,16 @@ def stored(loaded, tokens: Sequence[int], exact: list) -> list:
     Caches that learn from queries (OjaKV) or do not store plain keys (latents) read the tokens themselves.
     """
     caches = new_cache(loaded)
-    if any(getattr(cache, "observes_queries", False) for cache in caches):
+    if any(getattr(cache, "observes_queries", False) for _, cache in leaves(caches)):
         return prefill(loaded, tokens)
-    out = []
-    for new, old in zip(caches, exact, strict=True):
+    for (place, new), (_, old) in zip(leaves(caches), leaves(exact), strict=True):
         if type(new) is type(old):
-            out.append(deepcopy(old))
+            put(caches, place, deepcopy(old))
         elif isinstance(new, CompressedKVCache):  # in place of a plain KVCache
             for start in range(0, old.offset, STORED):
                 part = slice(start, min(start + STORED, old.offset))
                 new.update_and_fetch(old.keys[:, :, part], old.values[:, :, part])
                 mx.eval(new.arrays())
-            out.append(new)
         else:
             return prefill(loaded, tokens)
-    return out
+    return caches

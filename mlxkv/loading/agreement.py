@@ -23,7 +23,7 @@ from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus, sources
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement
-from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, short
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
 from mlxkv.loading.attach import attach, detach
@@ -44,7 +44,7 @@ def choose(loaded, kv: str) -> Choice:
     bound, model = bound_of(kv), loaded.model
     assert bound is not None
     calibration = find_calibration(model)
-    digest, dtype = calibration and calibration.digest, str(loaded.dtype)
+    digest, dtype = calibration and calibration.digest, _numbers(loaded)
     choice = agreement.find(loaded.fingerprint, bound, digest, dtype)
     if choice is None:
         detach(model)
@@ -59,48 +59,75 @@ def choose(loaded, kv: str) -> Choice:
     return choice
 
 
+def _numbers(loaded) -> str:
+    """Return the dtype of a model's activations, and the bits of its codes: --weights 8 changes no fingerprint."""
+    bits = sorted({module.bits for module in loaded.model.modules() if hasattr(module, "bits")})
+    return " ".join([str(loaded.dtype), *(f"int{number}" for number in bits)])
+
+
 def dial_of(loaded, calibration) -> tuple[tuple[str, ...], str]:
-    """Return the presets to choose from, and why not all of them."""
+    """Return the presets to choose from, none where nothing is compressed, and why not all of them."""
+    mixed = parse_kv(DIAL[0])
+    serves = calibration is not None and calibration.serves(mixed.fitted)
+    config = mixed if serves else parse_kv(PLAIN[0])
+    reports = [x for x in attach(loaded.model, config, calibration=calibration) if x.compressed]
+    detach(loaded.model)
+    if not reports:
+        return (), "no layer is compressed"
     if calibration is None:
         return PLAIN, "mlxkv calibrate would allow fewer bits"  # no name: servers show the line
-    config = parse_kv(DIAL[0])
-    if calibration.serves(config.fitted):
-        reports = attach(loaded.model, config, calibration=calibration)
-        detach(loaded.model)
-        if all(report.reason == config.label for report in reports if report.compressed):
-            return DIAL, ""
+    if serves and all(report.reason == config.label for report in reports):
+        return DIAL, ""
     return PLAIN, "its layers or its calibration allow no mixed bits"
 
 
 def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
     today, asked = date.today().isoformat(), f"choosing bits for {100 * bound:g}%"
+    if not dial:
+        return Choice(bound, "fp16", None, None, why, today)
     most = loaded.context or LONGER[0]
     tokens = min(NEXT, most // 2)
     near = Readings(loaded, min(CONTEXT, most - tokens), tokens)
     tried = len(dial).bit_length()
-    with console.progress(asked, TEXTS * (2 + tried), "measured once for a model") as count:
-        near.read(texts_of(loaded, near.length, TEXTS), count)
+    texts = texts_of(loaded, near.length, TEXTS)
+    if len(texts) < TEXTS:
+        raise UserError(
+            f"[--kv] a share is measured on {TEXTS} texts of {near.length:,} tokens; got {len(texts)}, as this Python "
+            "comes without its documentation; choose a number of bits"
+        )
+    with console.progress(asked, TEXTS * (1 + tried), "measured once for a model") as count:
+        near.read(texts, count)
         at = _first(dial, lambda preset: near.measured(preset, count).keeps(bound))
-    far = None
-    if at < len(dial) and (longest := near.longest()) is not None:
-        context, number = longest
-        far = Readings(loaded, context, tokens)
-        what = f"{asked} behind {context:,} tokens"
-        with console.progress(what, number * (2 + tried), "measured once for a model") as count:
-            far.read(texts_of(loaded, far.length, number), count)
+    far, longest = None, near.longest() if at < len(dial) else None
+    if longest is not None:
+        texts = texts_of(loaded, longest[0] + tokens, longest[1])
+    if longest is not None and len(texts) >= FEWEST:
+        far = Readings(loaded, longest[0], tokens)
+        what = f"{asked} behind {far.context:,} tokens"
+        with console.progress(what, len(texts) * (2 + tried), "measured once for a model") as count:
+            far.read(texts, count)
 
             def keeps(preset: str) -> bool:
-                margin = near.measured(preset).margin
-                return far.measured(preset, count).keeps(bound, margin)
+                found = far.measured(preset, count)
+                return found.keeps(bound, _margin(found, near, preset))
 
             if not keeps(dial[at]):
                 at += 1 + _first(dial[at + 1 :], keeps)
     if at == len(dial):
         last = near.measured(dial[-1])
-        best = f"{dial[-1]} keeps {100 * last.mean:.1f} %"
+        low, where = last.mean - last.margin, ""
+        if far is not None:  # what it misses the share at
+            last = far.measured(dial[-1])
+            low, where = last.mean - _margin(last, near, dial[-1]), f" at {short(far.context)}"
+        best = f"{dial[-1]} keeps {int(1000 * max(0.0, low) + 1e-9) / 10:.1f} %{where}"
         return Choice(bound, "fp16", None, None, best, today, near.found)
-    short, long = near.measured(dial[at]), far and far.measured(dial[at])
-    return Choice(bound, dial[at], short, long, why, today, near.found)
+    long = far and far.measured(dial[at])
+    return Choice(bound, dial[at], near.measured(dial[at]), long, why, today, near.found)
+
+
+def _margin(found: Measured, near: Readings, preset: str) -> float:
+    """Return the margin of a mean of longer texts, with the spread of the short ones: they may be too few for one."""
+    return near.measured(preset).margin_for(len(found.same))
 
 
 def _first(presets: Sequence[str], keeps: Callable[[str], bool]) -> int:
@@ -180,7 +207,7 @@ class Readings:
 
 def texts_of(loaded, count: int, number: int) -> list[list[int]]:
     """Return texts of `count` tokens that end with passages of the corpus, behind documentation of the running Python
-    where they are too short; no calibration reads them."""
+    where they are too short; no calibration reads them. Fewer where there is not enough of both."""
     start, docs, out = sources.start_of(loaded), [], []
     for place, passage in enumerate([*corpus.passages("evaluation").values()][:number]):
         tokens = loaded.tokenizer.encode(passage, add_special_tokens=False)
@@ -188,5 +215,6 @@ def texts_of(loaded, count: int, number: int) -> list[list[int]]:
             docs = docs or sources.documentation("evaluation")
             before = sources.BETWEEN.join(docs[place::TEXTS])[: CHARACTERS * count]
             tokens = loaded.tokenizer.encode(before, add_special_tokens=False) + tokens
-        out.append([*start, *tokens[len(start) - count :]])
+        if len(start) + len(tokens) >= count:
+            out.append([*start, *tokens[len(start) - count :]])
     return out

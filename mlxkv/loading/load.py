@@ -133,8 +133,11 @@ def load(
         raise UserError(
             f"[--kv] a share is measured in one process; got {kv} and {size} of them; choose a number of bits"
         )
-    config = parse_kv(kv if bound is None else "fp16")
-    check_fold(config, fold and bound is None)
+    if bound is not None and fold:
+        raise UserError(f"[fold] folds maps of a preset; got {kv}; choose a number of bits")
+    # With `strict`, a layer that stays in full precision is told before a share is measured.
+    config = parse_kv(kv if bound is None else "int4" if strict else "fp16")
+    check_fold(config, fold)
     dtype = dtype_name(dtype)
     check_weights(weights)
     if calibration is not None:
@@ -165,9 +168,7 @@ def load(
     context = context_limit(folder.config)
     place = folder.adapter or folder.path
     set_origin(model, Origin(source.name, mark, place, tokenizer, context, calibration))
-    layers = attach(
-        model, config, strict and bound is None, fold=fold and bound is None, group=group
-    )
+    layers = attach(model, config, strict, fold=fold, group=group)
     if (
         group is not None and size > 1
     ):  # before weights are read, so that no process holds all of them
@@ -196,7 +197,7 @@ def load(
         choice = agreement.choose(loaded, str(kv))
         loaded.kv = parse_kv(choice.preset)
         loaded.kv_name = loaded.kv.label
-        loaded.layers = attach(model, loaded.kv, strict, fold=fold)
+        loaded.layers = attach(model, loaded.kv, strict)
         loaded.chosen = choice.line
         loaded.notes.append(choice.line)
     return loaded

@@ -4,8 +4,10 @@ import json
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import CacheList, KVCache
 
 import mlxkv
+from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.catalog.sizes import need
 from mlxkv.cli import main
 from mlxkv.doctor import fit
@@ -13,6 +15,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats import agreement as kept
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
 from mlxkv.formats.names import bound_of, parse_kv
+from mlxkv.generate import reading
 from mlxkv.loading import agreement, quality_check
 from mlxkv.loading.load import load
 from mlxkv.serve.options import ServeOptions
@@ -63,6 +66,17 @@ def test_a_spread_of_texts_needs_a_higher_mean():
     assert apart.keeps(0.99, margin=0.001) and not apart.keeps(0.99, margin=0.003)
 
 
+def test_fewer_texts_need_a_wider_margin():
+    """As above, of the mean of two texts at a longer context, with the spread of six short ones."""
+    mx.random.seed(0)
+    below, times = 0, 20_000
+    draws = (mx.random.normal((times, TEXTS + 3)) * 10 + 900).tolist()
+    for *six, first, second, third in draws:
+        margin = Measured("int4", 1024, 1000, tuple(six)).margin_for(2)
+        below += third / 1000 < (first + second) / 2000 - margin
+    assert abs(below / times - 0.05) < 0.005
+
+
 def test_presets_are_bisected():
     asked = []
 
@@ -100,6 +114,57 @@ def test_the_fewest_bits_that_hold_at_both_contexts(model_folder, monkeypatch, s
     assert (choice.short.context, choice.long.context) == (192, 256)
     assert choice.line.startswith("98%: fill-6, same next token 98.9 % [19 texts of 20: 98.9")
     assert "98.2 at 256" in choice.line
+
+
+def test_the_reason_is_of_the_context_that_failed(model_folder, monkeypatch):
+    faked(monkeypatch, {"int4": 0.99, "int8": 0.999}, {"int4": 0.9, "int8": 0.9899})
+    assert load(str(model_folder), "99%").chosen == "99%: fp16 (int8 keeps 98.9 % at 256)"
+
+
+def test_eight_bit_weights_are_another_question(model_folder, monkeypatch):
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    assert load(str(model_folder), "90%").kv_name == "int4"
+    faked(monkeypatch, {"int4": 0.8, "int8": 0.99})
+    assert load(str(model_folder), "90%", weights=8).kv_name == "int8"
+    assert load(str(model_folder), "90%").kv_name == "int4"
+
+
+def test_what_cannot_be_measured_is_told_first(model_folder, monkeypatch):
+    monkeypatch.setattr(agreement, "choose", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UserError, match=r"^\[fold\] .* got 99%; choose a number of bits"):
+        load(str(model_folder), "99%", fold=True)
+    monkeypatch.setattr("mlxkv.loading.attach.left_out", lambda reports: reports[:1])
+    with pytest.raises(UserError, match=r"^\[--kv-strict\] layers 0 of .* got int4"):
+        load(str(model_folder), "99%", strict=True)
+
+
+def test_a_model_without_compressed_layers_is_not_measured(model_folder, monkeypatch):
+    loaded = load(str(model_folder), "fp16")
+    monkeypatch.setattr(agreement, "attach", lambda *_, **__: loaded.layers)
+    monkeypatch.setattr(agreement, "Readings", lambda *_: pytest.fail("measured"))
+    assert agreement.choose(loaded, "99%").line == "99%: fp16 (no layer is compressed)"
+
+
+def test_too_little_text_is_said(model_folder, monkeypatch):
+    loaded = load(str(model_folder), "fp16")
+    monkeypatch.setattr(agreement.sources, "documentation", lambda split: [])
+    assert agreement.texts_of(loaded, 50_000, TEXTS) == []
+    monkeypatch.setattr(agreement, "texts_of", lambda *_: [])
+    with pytest.raises(
+        UserError, match=r"^\[--kv\] .* 6 texts of 256 tokens; got 0, as this Python"
+    ):
+        agreement.choose(loaded, "99%")
+
+
+def test_members_of_a_list_of_caches_are_stored_compressed(model_folder, monkeypatch):
+    loaded, tokens = load(str(model_folder), "fp16"), list(range(3, 323))
+    exact = [CacheList(cache, KVCache()) for cache in reading.prefill(loaded, tokens)]
+    agreement.attach(loaded.model, "int4")
+    caches = [CacheList(cache, KVCache()) for cache in reading.new_cache(loaded)]
+    monkeypatch.setattr(reading, "new_cache", lambda _: caches)
+    for cache in reading.stored(loaded, tokens, exact):
+        ours, _ = cache.caches
+        assert isinstance(ours, CompressedKVCache) and ours.offset == len(tokens)
 
 
 def test_where_none_holds_it_is_full_precision_with_the_reason(model_folder, monkeypatch):
@@ -214,7 +279,8 @@ def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
 def test_eval_and_python_speak_of_shares(model_folder, monkeypatch, capsys):
     faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
     rows = mlxkv.eval(str(model_folder), ["97%"], context=512)
-    assert [row["preset"] for row in rows] == ["fp16", "97%"]
+    assert [row["preset"] for row in rows] == ["fp16", "97%"] and "chosen" not in rows[0]
+    assert rows[1]["chosen"].startswith("97%: int8, same next token 99 %")
     assert rows[1]["bits_per_value"] == pytest.approx(
         parse_kv("int8").bits_per_value(64, 64), rel=0.1
     )
