@@ -293,9 +293,7 @@ def pages_of_codes(
                 by, shift_by = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
             if C.CAPPED:
                 s = _capped(s, cap)
-            if (
-                C.MASKED
-            ):  # scaled before: -1e30 times a scale, by `fma`, is not the maximum, rounded
+            if C.MASKED:  # behind scales: by `fma`, -1e30 times one is not the maximum, rounded
                 visible = tl.load(mask + page * PAGE + t) != 0
                 s = tl.where(visible[:, None], s, -1e30)
 

@@ -93,9 +93,7 @@ def table(rows: Sequence[dict]) -> str:
     out = [_table("model | asked | chosen | at 1K, % | 19 texts of 20 | longest | there, % | s")]
     for x in choices:
         short, long = (x[key] and Measured(**x[key]) for key in ("short", "long"))
-        near = (
-            f"{100 * short.mean:.2f} | {100 * (short.mean - short.margin):.2f}" if short else " | "
-        )
+        near = f"{100 * short.mean:.2f} | {100 * short.low():.2f}" if short else " | "
         far = f"{long.context:,} | {100 * long.mean:.2f}" if long else " | "
         cells = f"{x['model']} | {100 * x['bound']:g}% | `{x['preset']}` | {near} | {far}"
         out.append(f"| {cells} | {x['seconds']:.0f} |")

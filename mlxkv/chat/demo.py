@@ -23,7 +23,7 @@ from mlxkv.console import human_bytes, human_time, note, print_json, say, workin
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
-from mlxkv.formats.session import PACK, PackedFile, Saved
+from mlxkv.formats.session import PACK, Saved
 from mlxkv.generate import prompt_cache
 from mlxkv.generate.generation import new_cache, stream
 from mlxkv.generate.usage import projected, usage
@@ -164,9 +164,7 @@ def _from_file(loaded, tokens: list[int], cache: list) -> tuple[int, float, str]
     bytes, the seconds until the first word of the answer, and the answer."""
     with TemporaryDirectory() as place:
         path = Path(place) / f"demo{PACK}"
-        files = [PackedFile("demo.txt", "0" * 64, 0)]
-        saved = Saved(cache, tokens[:-1], [{"role": "system", "content": ""}], "", True, files)
-        size = prompt_cache.write(path, saved, loaded, "demo").stat().st_size
+        size = prompt_cache.write(path, Saved(cache, tokens[:-1]), loaded, "demo").stat().st_size
         begun = time.perf_counter()
         read = prompt_cache.read_session(path, loaded).cache
         pieces = stream(loaded, tokens[-1:], read, max_tokens=LONGEST)

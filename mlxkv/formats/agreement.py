@@ -46,19 +46,13 @@ class Measured:
     def mean(self) -> float:
         return fmean(self.same) / self.tokens
 
-    @property
-    def margin(self) -> float:
-        """Return by how much one text in 20 is below the mean; of TEXTS texts."""
-        return self.margin_for(TEXTS)
-
-    def margin_for(self, texts: int) -> float:
-        """Return by how much one text in 20 is below a mean of so many texts that spread as these TEXTS do."""
-        assert len(self.same) == TEXTS
-        return STUDENT * stdev(self.same) / self.tokens * sqrt(1 + 1 / texts)
-
-    def keeps(self, bound: float, margin: float | None = None) -> bool:
-        """Return whether 19 texts in 20 stay above a bound. margin: of another context, for fewer than TEXTS texts."""
-        return self.mean - (self.margin if margin is None else margin) >= bound
+    def low(self, spread: Measured | None = None) -> float:
+        """Return the share that 19 texts in 20 stay above. spread: TEXTS texts that spread as these do, which may be
+        too few; these by default."""
+        of = spread or self
+        assert len(of.same) == TEXTS
+        margin = STUDENT * stdev(of.same) / of.tokens * sqrt(1 + 1 / len(self.same))
+        return max(0.0, self.mean - margin)
 
 
 @dataclass(frozen=True)
@@ -80,16 +74,16 @@ class Choice:
         """Return one line: the preset and what it keeps at each context."""
         asked = f"{100 * self.bound:g}%: {self.preset}"
         if self.short is not None:
-            asked += f", same next token {_percent(self.short.mean)} %"
-            low = max(0.0, self.short.mean - self.short.margin)
-            asked += f" [19 texts of 20: {_percent(low)} or more] at {short(self.short.context)}"
+            asked += f", same next token {percent(self.short.mean)} %"
+            asked += f" [19 texts of 20: {percent(self.short.low())} or more] at {short(self.short.context)}"
         if self.long is not None:
-            asked += f", {_percent(self.long.mean)} at {short(self.long.context)}"
+            asked += f", {percent(self.long.mean)} at {short(self.long.context)}"
         return asked + (f" ({self.why})" if self.why else "")
 
 
-def _percent(share: float) -> str:
-    return f"{int(1000 * share + 1e-9) / 10:g}"  # rounded down
+def percent(share: float) -> str:
+    """Return a share in percent as the line has it, rounded down: 98.9."""
+    return f"{int(1000 * share + 1e-9) / 10:g}"
 
 
 def short(tokens: int) -> str:

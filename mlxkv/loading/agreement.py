@@ -23,7 +23,7 @@ from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus, sources
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement
-from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, short
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, percent, short
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
 from mlxkv.loading.attach import attach, detach
@@ -97,7 +97,7 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
         )
     with console.progress(asked, TEXTS * (1 + tried), "measured once for a model") as count:
         near.read(texts, count)
-        at = _first(dial, lambda preset: near.measured(preset, count).keeps(bound))
+        at = _first(dial, lambda preset: near.measured(preset, count).low() >= bound)
     far, longest = None, near.longest() if at < len(dial) else None
     if longest is not None:
         texts = texts_of(loaded, longest[0] + tokens, longest[1])
@@ -108,26 +108,17 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
             far.read(texts, count)
 
             def keeps(preset: str) -> bool:
-                found = far.measured(preset, count)
-                return found.keeps(bound, _margin(found, near, preset))
+                return far.measured(preset, count).low(near.measured(preset)) >= bound
 
             if not keeps(dial[at]):
                 at += 1 + _first(dial[at + 1 :], keeps)
     if at == len(dial):
-        last = near.measured(dial[-1])
-        low, where = last.mean - last.margin, ""
-        if far is not None:  # what it misses the share at
-            last = far.measured(dial[-1])
-            low, where = last.mean - _margin(last, near, dial[-1]), f" at {short(far.context)}"
-        best = f"{dial[-1]} keeps {int(1000 * max(0.0, low) + 1e-9) / 10:.1f} %{where}"
+        missed, spread = (far or near).measured(dial[-1]), near.measured(dial[-1])
+        where = f" at {short(missed.context)}" if far else ""
+        best = f"{dial[-1]} keeps {percent(missed.low(spread))} %{where}"
         return Choice(bound, "fp16", None, None, best, today, near.found)
     long = far and far.measured(dial[at])
     return Choice(bound, dial[at], near.measured(dial[at]), long, why, today, near.found)
-
-
-def _margin(found: Measured, near: Readings, preset: str) -> float:
-    """Return the margin of a mean of longer texts, with the spread of the short ones: they may be too few for one."""
-    return near.measured(preset).margin_for(len(found.same))
 
 
 def _first(presets: Sequence[str], keeps: Callable[[str], bool]) -> int:

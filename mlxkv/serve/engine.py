@@ -22,7 +22,7 @@ from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session as files_of_sessions
 from mlxkv.formats.agreement import DIAL
-from mlxkv.formats.names import parse_kv, requested
+from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import prompt_cache
 from mlxkv.generate.generation import prefill_step
 from mlxkv.generate.stops import ReplyText
@@ -67,10 +67,8 @@ def _least_bytes(options: ServeOptions) -> int:
         layers = outline(config_of(options.models[0]))[0]
     except (NotBuilt, Unsound):
         return 0
-    kv = requested(options.kv)
-    return need(
-        ModelPlan("", layers, 0, ""), parse_kv(DIAL[0]) if isinstance(kv, str) else kv, SHORT
-    ).in_use
+    kv = options.kv if bound_of(options.kv) is None else DIAL[0]
+    return need(ModelPlan("", layers, 0, ""), parse_kv(kv), SHORT).in_use
 
 
 class Engine:

@@ -56,14 +56,14 @@ def test_one_text_in_twenty_may_be_below():
     draws = (mx.random.normal((times, TEXTS + 1)) * 10 + 900).tolist()
     for *six, seventh in draws:
         found = Measured("int4", 1024, 1000, tuple(six))
-        below += seventh / 1000 < found.mean - found.margin
+        below += seventh / 1000 < found.low()
     assert abs(below / times - 0.05) < 0.005
 
 
 def test_a_spread_of_texts_needs_a_higher_mean():
     alike, apart = (Measured("int4", 1024, 1000, same) for same in ((992,) * 6, (984, 1000) * 3))
-    assert alike.mean == apart.mean and alike.keeps(0.99) and not apart.keeps(0.99)
-    assert apart.keeps(0.99, margin=0.001) and not apart.keeps(0.99, margin=0.003)
+    assert alike.mean == apart.mean and alike.low() >= 0.99 > apart.low()
+    assert apart.low(alike) >= 0.99 > alike.low(apart)
 
 
 def test_fewer_texts_need_a_wider_margin():
@@ -72,8 +72,8 @@ def test_fewer_texts_need_a_wider_margin():
     below, times = 0, 20_000
     draws = (mx.random.normal((times, TEXTS + 3)) * 10 + 900).tolist()
     for *six, first, second, third in draws:
-        margin = Measured("int4", 1024, 1000, tuple(six)).margin_for(2)
-        below += third / 1000 < (first + second) / 2000 - margin
+        longer = Measured("int4", 8192, 1000, (first, second))
+        below += third / 1000 < longer.low(Measured("int4", 1024, 1000, tuple(six)))
     assert abs(below / times - 0.05) < 0.005
 
 
@@ -171,7 +171,7 @@ def test_where_none_holds_it_is_full_precision_with_the_reason(model_folder, mon
     faked(monkeypatch, {"int4": 0.9, "int8": 0.98})
     loaded = load(str(model_folder), "99%")
     assert loaded.kv_name == "fp16" and not loaded.kv.compresses
-    assert loaded.notes[-1] == "99%: fp16 (int8 keeps 98.0 %)"
+    assert loaded.notes[-1] == "99%: fp16 (int8 keeps 98 %)"
 
 
 def test_a_model_is_loaded_with_its_choice_measured_once(model_folder, monkeypatch, short, capsys):
@@ -228,6 +228,29 @@ def test_what_is_measured_is_what_the_cache_changes(model_folder):
         assert mx.array_equal(mx.argmax(logits, axis=-1), likeliest) and text is whole
     rough = readings.measured("naive-int2").same
     assert readings.measured("int8").mean > sum(rough) / 64 / TEXTS
+
+
+def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder, monkeypatch):
+    loaded = load(str(model_folder), "fp16")
+    loaded.context = 9000
+    monkeypatch.setattr(agreement, "LONGER", (16384, 8192, 4096, 128))
+    monkeypatch.setattr(agreement, "machine_memory", lambda: 1 << 40)
+    readings = agreement.Readings(loaded, 192, 64)
+    readings.read(agreement.texts_of(loaded, 256, 1), lambda: None)
+    size = sum(cache.nbytes for cache in readings._exact[0][1]) / 192  # bytes a token
+    for seconds, found in (
+        (1e-6, (8192, TEXTS)),  # 16,384 is more than the model has
+        (20 * 256 / 8192 / 1.5, (8192, 3)),  # 20 s a text
+        (31 * 256 / 8192 / 1.5, (4096, 4)),
+        (1e3, None),  # 128 is no longer one
+    ):
+        readings.seconds = seconds
+        assert readings.longest() == found
+    readings.seconds = 1e-6
+    for texts, found in ((2, (8192, 2)), (1.9, (4096, 3)), (0.9, None)):
+        memory = int(texts * size * 8192 * agreement.SHARE) + 1
+        monkeypatch.setattr(agreement, "machine_memory", lambda memory=memory: memory)
+        assert readings.longest() == found
 
 
 def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
