@@ -15,7 +15,8 @@ over the 20 likeliest tokens, and the rest as one. Alone: the same in transforme
 an own text through a cache that holds few of them, 32 of them cancelled, against the same requests one by one: how many
 tokens are the same up to the first other one, and by how many nats that one was less likely. Each of those is also
 asked again in three ways: behind its own prefix (what codes of the prompt change), behind a half of it, and as a
-request that was preempted halfway and reads all it had again at once (what boundaries of reading change).
+request that was preempted halfway and reads all it had again at once (what boundaries of reading change). A block of
+another text would show in KL of every token behind it, codes read at other boundaries do not.
 """
 
 # vLLM is an optional dependency.
@@ -31,7 +32,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -357,13 +358,16 @@ def load(options: Namespace) -> None:
         )
         start = some.randrange(max(1, len(own) - options.length // 4))
         prompts.append(shared[:both] + own[start : start + options.length // 4])
-    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
+    )
     more: dict = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     if options.drafts:
         more["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": options.drafts,
             "prompt_lookup_min": 2, "prompt_lookup_max": 4,
         }  # fmt: skip
+    preempted = watched()
     llm = engine(
         options, str(options.model), max_model_len=options.length + NEW, dtype=options.dtype,
         max_num_seqs=64, enable_prefix_caching=True, num_gpu_blocks_override=options.blocks,
@@ -381,30 +385,29 @@ def load(options: Namespace) -> None:
             break
         for out in llm.llm_engine.step():
             if out.finished and out.outputs[0].finish_reason != "abort":
-                found[int(out.request_id.split("-")[0])] = list(out.outputs[0].token_ids)
+                found[int(out.request_id.split("-")[0])] = out.outputs[0]
     took, alone, pairs = time.time() - start, {}, {}
-    behind, half, resumed = {}, {}, {}
+    behind, half, resumed, preempted = {}, {}, {}, list(preempted)
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
 
     def ask(prompt: list[int], count: int = NEW):
         """Return what the engine writes alone, as vLLM gives it."""
-        asked = SamplingParams(
-            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=LIKELIEST
-        )
+        asked = params.clone()
+        asked.max_tokens = count
         return llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)[0].outputs[0]
 
     for i, prompt in enumerate(prompts[: options.alone]):
         llm.reset_prefix_cache()
         out = ask(prompt)
-        alone[i], behind[i] = list(out.token_ids), first_other(list(ask(prompt).token_ids), out)
+        alone[i], behind[i] = list(out.token_ids), parted(ask(prompt), out)
         llm.reset_prefix_cache()
         ask(prompt[: len(prompt) // 2], 1)
-        half[i] = first_other(list(ask(prompt).token_ids), out)
+        half[i] = parted(ask(prompt), out)
         llm.reset_prefix_cache()
         had = alone[i][: NEW // 2]
-        resumed[i] = first_other([*had, *ask(prompt + had, NEW - len(had)).token_ids], out)
+        resumed[i] = parted(ask(prompt + had, NEW - len(had)), out, len(had))
         if i in found:
-            pairs[i] = first_other(found[i], out)
+            pairs[i] = parted(found[i], out)
     write(options, {
         "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus,
         "drafts": options.drafts, "requests": len(prompts), "cancelled": len(cancelled),
@@ -413,30 +416,64 @@ def load(options: Namespace) -> None:
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
         "used_after": metrics.get("vllm:kv_cache_usage_perc"),
-        "compared": len(pairs), **told(pairs, ""), **told(behind, "behind_"),
+        "preempted": sorted({int(x.split("-")[0]) for x in preempted}), "compared": len(pairs),
+        **told(pairs, ""), **told(behind, "behind_"),
         **told(half, "half_"), **told(resumed, "resumed_"),
     })  # fmt: skip
     Path(f"{options.output}.{options.cache}.{options.gpus}.json").write_text(json.dumps(alone))
 
 
-def told(pairs: dict[int, tuple[int, float]], of: str) -> dict:
-    """Return what a row says of texts by request: where each leaves the other one, and by how many nats."""
-    places, gaps = [n for n, _ in pairs.values()], [gap for _, gap in pairs.values()]
+def watched() -> list[str]:
+    """Return a list that gets the name of each request that vLLM preempts from now on, in this process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    names, preempt = [], Scheduler._preempt_request
+
+    def preempting(self, request, *more, **named):
+        names.append(request.request_id)
+        return preempt(self, request, *more, **named)
+
+    Scheduler._preempt_request = preempting
+    return names
+
+
+class Parted(NamedTuple):
+    """Where a text leaves the one that the engine writes alone: after `same` tokens, by `gap` nats that the token it
+    took was less likely (little at a tie). kl: of both distributions at each token that has the same text before it."""
+
+    same: int
+    gap: float
+    kl: list[float]
+
+
+def parted(out, alone, start: int = 0) -> Parted:
+    """Compare a reply with the one that was written alone. start: tokens of the latter that the former was given."""
+    kl = []
+    for n, (token, q) in enumerate(zip(out.token_ids, out.logprobs, strict=True), start):
+        p, q = ({int(t): x.logprob for t, x in row.items()} for row in (alone.logprobs[n], q))
+        kl.append(divergence(p, q))
+        if token != (other := alone.token_ids[n]):
+            return Parted(n, p[other] - p.get(token, -math.inf), kl)
+    return Parted(NEW, 0.0, kl)
+
+
+def told(pairs: dict[int, Parted], of: str) -> dict:
+    """Return what a row says of texts by request: where each leaves the other one, by how many nats, and KL there and
+    before."""
+    places, gaps = [x.same for x in pairs.values()], [x.gap for x in pairs.values()]
+    kl = [value for x in pairs.values() for value in x.kl]
+    parts = {i: x for i, x in pairs.items() if x.same < NEW}
     return {
         f"{of}same_texts": places.count(NEW), f"{of}widest_gap": round(max(gaps, default=0.0), 3),
         f"{of}same_tokens": round(100 * sum(places) / (NEW * max(len(places), 1)), 2),
-        f"{of}others": [(i, n, round(gap, 3)) for i, (n, gap) in pairs.items() if n < NEW],
+        f"{of}kl": round(sum(kl) / max(len(kl), 1), 5), f"{of}kl_most": round(max(kl, default=0.0), 4),
+        f"{of}others": [
+            (i, x.same, round(x.gap, 3), round(x.kl[-1], 4), round(sum(x.kl[:-1]) / max(len(x.kl) - 1, 1), 5))
+            for i, x in parts.items()
+        ],
+        f"{of}kl_of": {i: round(sum(x.kl) / len(x.kl), 5) for i, x in pairs.items()},
     }  # fmt: skip
-
-
-def first_other(tokens: list[int], alone) -> tuple[int, float]:
-    """Return where a text leaves the one that the engine writes alone, and by how much, in nats, the token it takes
-    there was less likely: little at a tie."""
-    for n, (token, other) in enumerate(zip(tokens, alone.token_ids, strict=True)):
-        if token != other:
-            found = {int(t): x.logprob for t, x in alone.logprobs[n].items()}
-            return n, found[other] - found.get(token, -math.inf)
-    return NEW, 0.0
 
 
 def write(options: Namespace, row: dict) -> None:

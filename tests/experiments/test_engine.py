@@ -23,23 +23,38 @@ def test_speed_is_that_of_the_steps_in_which_all_requests_run():
     assert engine.rate(steps) == pytest.approx(8.0)  # two tokens a quarter of a second
 
 
+def reply(*steps: dict[int, float]) -> SimpleNamespace:
+    """Return what vLLM gives of tokens, each the likeliest of a step's log probabilities."""
+    logprobs = [{t: SimpleNamespace(logprob=x) for t, x in step.items()} for step in steps]
+    return SimpleNamespace(token_ids=[max(x, key=x.__getitem__) for x in steps], logprobs=logprobs)
+
+
 def test_the_gap_is_that_of_the_first_other_token():
-    one = lambda **values: {int(k[1:]): SimpleNamespace(logprob=x) for k, x in values.items()}  # noqa: E731
-    alone = SimpleNamespace(
-        token_ids=[7, 8, 9], logprobs=[one(t7=-0.1), one(t8=-0.5, t5=-2.0), one(t9=0)]
-    )
-    assert engine.first_other([7, 5, 4], alone) == (1, 1.5)
-    assert engine.first_other([7, 6, 9], alone) == (1, math.inf)
-    assert engine.first_other([7, 8, 9], alone) == (engine.NEW, 0.0)
+    alone = reply({7: -0.1}, {8: -0.5, 5: -2.0}, {9: 0.0})
+    sure = {7: -0.1}
+    assert engine.parted(reply(sure, {5: -0.2}, {4: 0.0}), alone)[:2] == (1, 1.5)
+    assert engine.parted(reply(sure, {6: -0.2}, {9: 0.0}), alone)[:2] == (1, math.inf)
+    assert engine.parted(alone, alone) == (engine.NEW, 0.0, [0.0] * 3)
+    # One that was given the first token, and what each step's distribution lost up to the other token.
+    resumed = engine.parted(reply({8: math.log(0.25), 5: math.log(0.125)}, {1: 0.0}), alone, 1)
+    p, q = {8: -0.5, 5: -2.0}, {8: math.log(0.25), 5: math.log(0.125)}
+    assert resumed[:2] == (2, math.inf) and resumed.kl[0] == engine.divergence(p, q) > 0
 
 
 def test_texts_that_part_are_told_by_request():
-    made = engine.told({3: (engine.NEW, 0.0), 5: (16, 1.375)}, "behind_")
+    whole, other = (
+        engine.Parted(engine.NEW, 0.0, [0.0] * engine.NEW),
+        engine.Parted(16, 1.375, [0.01] * 16 + [0.64]),
+    )
+    made = engine.told({3: whole, 5: other}, "behind_")
     assert made == {
         "behind_same_texts": 1,
         "behind_widest_gap": 1.375,
         "behind_same_tokens": 62.5,
-        "behind_others": [(5, 16, 1.375)],
+        "behind_kl": round(0.8 / 81, 5),
+        "behind_kl_most": 0.64,
+        "behind_others": [(5, 16, 1.375, 0.64, 0.01)],
+        "behind_kl_of": {3: 0.0, 5: round(0.8 / 17, 5)},
     }
     assert engine.told({}, "")["widest_gap"] == 0.0
 
