@@ -29,13 +29,21 @@ TITLES = {
     "smollm2": "SmolLM2 135M Instruct",
     "gemma-3-270m": "Gemma 3 270M",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder 0.5B Instruct",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B Instruct",
 }
 SHAPES = {
     "smollm2": "Llama's family; 30 layers, 3 kv heads of 64, 8,192 positions; Q4_1",
     "gemma-3-270m": "18 layers, 3 of them with full attention, 1 kv head of 256, k-norm; Q4_K_M",
     "qwen2.5-coder-0.5b": "24 layers, 2 kv heads of 64, keys with a bias; Q4_K_M",
+    "qwen2.5-coder-1.5b": "28 layers, 2 kv heads of 128, keys with a bias; Q4_K_M",
 }
-SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
+SHORT = {
+    "smollm2": "SmolLM2",
+    "gemma-3-270m": "Gemma",
+    "qwen2.5-coder-0.5b": "Qwen",
+    "qwen2.5-coder-1.5b": "Qwen 1.5B",
+}
+WORDS = {name: re.sub(r"\W", "", short.lower()) for name, short in SHORT.items()}  # in SAYS
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
 # Contexts that the page of the three models shows; rows hold them all.
 SHOWN = (1024, 8192, 32768)
@@ -64,7 +72,7 @@ def filled(text: str, models: Mapping[str, Cells]) -> str:
 
     def figure(match: re.Match) -> str:
         short, preset, context, kind = match.groups()
-        name = next(name for name, title in SHORT.items() if title.lower() == short)
+        name = next(name for name, word in WORDS.items() if word == short)
         return _figure(models[name], preset, 1024 * int(context), kind)
 
     return FIGURE.sub(figure, text)

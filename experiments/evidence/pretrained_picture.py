@@ -80,7 +80,7 @@ def against_context(models: Mapping[str, Cells], names: Mapping[str, str]) -> st
             axis.minorticks_off()
             axis.set_title(names.get(name, name))
             axis.set_xlabel("context, tokens")
-            axis.set_ylim(5e-4, 4)
+            axis.set_ylim(5e-4, 10)
             axis.set_xlim(0.85 * cells.contexts[0], 3.2 * cells.contexts[-1])
             _at_the_ends(figure, axis, ends)
         axes[0, 0].set_ylabel("mean KL over texts (nats)")

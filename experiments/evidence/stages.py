@@ -33,6 +33,8 @@ def table() -> str:
         heads += [f"`{preset}` KL", "last ratio", "answers"]
     rows = []
     for name, short in SHORT.items():
+        if name not in stages[0]:
+            continue  # measured since
         models = [stage[name] for stage in stages]
         for context in CONTEXTS:
             if models[-1].measured(PRESETS[0], context):

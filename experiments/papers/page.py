@@ -14,7 +14,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from math import floor, log10
 from pathlib import Path
 
@@ -224,25 +224,29 @@ class Figures:
                 parts.append(f"{short}:\n\n{humaneval.table(read([file]))}")
         return "\n\n".join(parts) or "No rows yet."
 
-    @cached_property
-    def _tasks(self) -> dict[tuple[int, str], Texts]:
-        """Rows of HumanEval on Qwen by context and preset."""
-        model = next(model for model, short in MODELS.items() if short == "Qwen")
-        return cells(read([self.folder / f"humaneval-{model}.jsonl.gz"]), "humaneval", model)
-
-    def solved(self, preset: str, context: int = 4096) -> str:
-        """Return how many tasks of HumanEval pass on Qwen."""
-        return str(sum(row["passed"] for row in self._tasks[context, preset].values()))
+    def solved(self, preset: str, context: int = 4096, model: str = "Qwen") -> str:
+        """Return how many tasks of HumanEval pass on a model."""
+        return str(
+            sum(row["passed"] for row in tasks_of(self.folder, model)[context, preset].values())
+        )
 
     def lost(self, preset: str, column: str = "passed", context: int = 4096) -> str:
         """Return how many tasks of HumanEval on Qwen have a column with fp16 behind `context` tokens alone, and with
         a preset behind 4,096 alone, and McNemar's p."""
         from experiments.papers.humaneval import mcnemar
 
-        base, ours = self._tasks[context, "fp16"], self._tasks[4096, preset]
+        of = tasks_of(self.folder, "Qwen")
+        base, ours = of[context, "fp16"], of[4096, preset]
         pairs = [(base[text][column], row[column]) for text, row in ours.items() if text in base]
         counts = pairs.count((True, False)), pairs.count((False, True))
         return f"{counts[0]} against {counts[1]}, p {number(mcnemar(*counts))}"
+
+
+@cache
+def tasks_of(folder: Path, short: str) -> dict[tuple[int, str], Texts]:
+    """Return rows of HumanEval on a model by context and preset."""
+    model = next(model for model, name in MODELS.items() if name == short)
+    return cells(read([folder / f"humaneval-{model}.jsonl.gz"]), "humaneval", model)
 
 
 def page(figures: Figures) -> str:
