@@ -4,7 +4,7 @@
     python -m experiments.engine quality CACHE --model FOLDER [--calibration FILE] -o ROWS
     python -m experiments.engine alone CACHE --model FOLDER [--calibration FILE] -o ROWS
     python -m experiments.engine load CACHE --model FOLDER -o ROWS
-    python -m experiments.engine table -o ROWS      # of speed, for docs/results/engine.md
+    python -m experiments.engine table -o ROWS      # for docs/results/engine.md
 
 CACHE: one of vLLM's --kv-cache-dtype (auto first: the others are compared with it), or a cache of mlxkv's (int4, int3,
 fill-3 ...). One process takes one cache and adds JSON lines to ROWS; run all of a table on one machine. Speed: Llama
@@ -171,10 +171,12 @@ def room(options: Namespace, cache, length: int) -> int:
 
 
 def table(path: Path) -> str:
-    """Return the table of rows that `speed` wrote, caches as columns, or that `quality` and `alone` wrote."""
+    """Return the table of rows that `speed` wrote (caches as columns), `quality` and `alone`, or `load`."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if any("same_of" in row for row in rows):
         return quality_table(rows)
+    if any("preemptions" in row for row in rows):
+        return load_table(rows)
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     room = {row["cache"]: row["tokens"] for row in rows if "tokens" in row}
     found = {(r["cache"], r["batch"], r["context"]): r for r in rows if "batch" in r}
@@ -232,6 +234,22 @@ def quality_table(rows: list[dict]) -> str:
         name = row["cache"] + (", cuda_track alone" if row["engine"] == "alone" else "")
         shares = f"{same.value:.1f} [{same.low:.1f}, {same.high:.1f}]"
         out.append(f"| {name} | {row['model']} | {shares} | {kl} | {row['nll_lost']:.4f} |")
+    return "\n".join(out)
+
+
+def load_table(rows: list[dict]) -> str:
+    """Return the table of rows of `load`: texts beside those that the engine writes alone, then what one request alone
+    makes of the same boundaries of reading."""
+    head = "cache | blocks | drafts | preemptions | same texts | same tokens, % | KL | widest gap, nats"
+    ways = ("behind_", "half_", "resumed_")
+    head += "".join(f" | {way.rstrip('_')}: KL, gap" for way in ways)
+    out = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    for row in rows:
+        cells = [row["cache"], f"{row['blocks']:,}", row["drafts"], row["preemptions"]]
+        cells += [f"{row['same_texts']} of {row['compared']}", f"{row['same_tokens']:.1f}"]
+        cells += [f"{row['kl']:.4f}", f"{row['widest_gap']:g}"]
+        cells += [f"{row[f'{way}kl']:.4f}, {row[f'{way}widest_gap']:g}" for way in ways]
+        out.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(out)
 
 
@@ -410,7 +428,7 @@ def load(options: Namespace) -> None:
             pairs[i] = parted(found[i], out)
     write(options, {
         "cache": options.cache, "model": Path(options.model).name, "gpus": options.gpus,
-        "drafts": options.drafts, "requests": len(prompts), "cancelled": len(cancelled),
+        "drafts": options.drafts, "blocks": options.blocks, "requests": len(prompts), "cancelled": len(cancelled),
         "finished": len(found), "s": round(took, 1), "tokens_s": round(NEW * len(found) / took, 1),
         "preemptions": metrics.get("vllm:num_preemptions"), "hits": metrics.get("vllm:prefix_cache_hits"),
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "engine.md": [
         ("python -m experiments.engine speed CACHE", "One NVIDIA H200"),
         ("python -m experiments.engine quality CACHE", "on a CPU"),
-        ("python -m experiments.engine load CACHE", "the same model on the same GPU"),
+        ("python -m experiments.engine load CACHE", "The same model on the same GPU"),
     ],
     "families.md": [
         ("python -m experiments.families.mlx --out", "AMD EPYC"),
@@ -371,12 +371,13 @@ def test_what_is_not_computed_names_its_source(subtests):
                 assert all(part in text for part in source)
 
 
-@pytest.mark.parametrize("rows", ["h200", "h200x2", "quality"])
+@pytest.mark.parametrize("rows", ["h200", "h200x2", "quality", "load"])
 def test_the_table_of_engines_is_that_of_its_rows(rows):
     made = engine.table(RESULTS / "engine" / f"{rows}.jsonl")
     assert made in (RESULTS / "engine.md").read_text(encoding="utf-8")
     assert {
         "h200": "| 64 x 8,192: over fp8 | 0.81 | 1.00 | 1.22 | 1.27 | 0.97 | not measured |",
+        "load": "| int4 | 4,000 | 4 | 0 | 21 of 40 | 72.9 | 0.0022 | 1.375 | 0.0004, 0.125 | 0.0020, 0.75 |",
         "h200x2": "| 64 x 8,192: tokens a second (over bf16) | 5330 | 6589 (1.24) |",
         "quality": "| int4 | Qwen2.5-Coder-0.5B-Instruct | 98.1 [97.5, 98.7] |",
     }[rows] in made
