@@ -72,7 +72,8 @@ def _measure(args, model: str, texts: Texts) -> None:
             found = {held: texts.tokens(loaded, held, length + NEXT) for held in HELD}
             kept = {held: tokens for held, tokens in found.items() if tokens is not None}
             readings = Readings(loaded, length, NEXT)
-            with console.progress(f"{name} {context}", len(kept) * (1 + len(due))) as count:
+            steps = len(kept) * (length + NEXT * (1 + len(due)))
+            with console.progress(f"{name} {context}", steps) as count:
                 readings.read(kept.values(), count)
                 for preset in due:
                     same = readings.measured(preset, count).same
@@ -148,7 +149,7 @@ def _parser() -> Parser:
     add("--output", "-o", type=Path, default=Path("runs/agreement.jsonl"), help="rows")
     add("--texts", type=Path, help="folder of texts; default: beside ROWS, made there")
     add("--calibration", type=Path, help="default: the model's own")
-    add("--dtype", help="float32, float16 or bfloat16; default: as stored, on a CPU float32")
+    add("--dtype", default="float32", help="float32, float16 or bfloat16")
     add("--table", action="store_true", help="print the rows as Markdown, measure nothing")
     return parser
 

@@ -1,8 +1,11 @@
-"""Feed a model through its cache: a prompt in chunks, later tokens a few at a time."""
+"""Feed a model through its cache: a prompt in chunks, later tokens a few at a time.
+
+Tokens are a sequence of T, or of B texts of one length, [B, T], which are read at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 
 import mlx.core as mx
@@ -14,29 +17,43 @@ from mlxkv.patching.trees import leaves, put
 PREFILL = 512  # tokens of a prompt at once
 DECODE = 8  # tokens at once after it; so few that attention reads the codes, as in decoding
 STORED = 4096  # tokens to quantize at once from another cache
+Tokens = Sequence[int] | mx.array
 
 
-def prefill(loaded, tokens: Sequence[int]) -> list:
+def prefill(loaded, tokens: Tokens, progress: Callable[[int], None] | None = None) -> list:
     """Return a new cache, one per layer, that holds `tokens`."""
     cache = new_cache(loaded)
-    extend(loaded, cache, tokens)
+    extend(loaded, cache, tokens, progress)
     return cache
 
 
-def extend(loaded, cache: list, tokens: Sequence[int]) -> None:
-    """Read `tokens` into a cache in chunks, as a prompt is read."""
-    for start in range(0, len(tokens), PREFILL):
-        loaded.model(mx.array([tokens[start : start + PREFILL]]), cache=cache)
+def extend(
+    loaded, cache: list, tokens: Tokens, progress: Callable[[int], None] | None = None
+) -> None:
+    """Read `tokens` into a cache in chunks, as a prompt is read. progress: called with the tokens of each chunk."""
+    rows = _rows(tokens)
+    for start in range(0, rows.shape[1], PREFILL):
+        part = rows[:, start : start + PREFILL]
+        loaded.model(part, cache=cache)
         mx.eval([c.state for c in cache])
+        if progress:
+            progress(part.size)
 
 
-def follow(loaded, cache: list, tokens: Sequence[int], step: int = DECODE) -> Iterator[mx.array]:
-    """Yield the logits after each of `tokens`, [n, vocabulary] float32 for `step` tokens at a time; the cache grows."""
-    for start in range(0, len(tokens), step):
-        logits = loaded.model(mx.array([tokens[start : start + step]]), cache=cache)[0]
-        logits = logits.astype(mx.float32)
+def follow(loaded, cache: list, tokens: Tokens, step: int = DECODE) -> Iterator[mx.array]:
+    """Yield the logits after each of `tokens`, [n, vocabulary] float32 for `step` tokens at a time, of B texts [B, n,
+    vocabulary]; the cache grows."""
+    rows = _rows(tokens)
+    for start in range(0, rows.shape[1], step):
+        logits = loaded.model(rows[:, start : start + step], cache=cache).astype(mx.float32)
         mx.eval(logits)
-        yield logits
+        yield logits if isinstance(tokens, mx.array) and tokens.ndim == 2 else logits[0]
+
+
+def _rows(tokens: Tokens) -> mx.array:
+    """Return tokens as [B, T]."""
+    out = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
+    return out if out.ndim == 2 else out[None]
 
 
 def likely(loaded, cache: list, tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
@@ -59,7 +76,7 @@ def drops_tokens(cache: list) -> bool:
     return any(config is not None and config.keep < 1 for config in configs)
 
 
-def stored(loaded, tokens: Sequence[int], exact: list) -> list:
+def stored(loaded, tokens: Tokens, exact: list) -> list:
     """Return caches of the attached preset with `tokens`: the keys and values are those in `exact`, full-precision
     caches.
 

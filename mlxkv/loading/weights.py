@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import unwrap
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from mlxkv.catalog.shapes import text_config
 from mlxkv.errors import UserError, brief, cut
 from mlxkv.loading import gguf_weights as gguf
 from mlxkv.loading.outline import NotBuilt, classes_of
+from mlxkv.machine import machine_memory
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.trees import flat, own_caches
 
 AT_ONCE = 64 << 20  # bytes of weights read between two progress calls
 DECODED = 1 << 30  # most bytes of matrices decoded to float32
+SHARE = 4  # one in so many bytes of memory may be weights in float32 beside those in 16 bits
 
 
 def build(
@@ -139,6 +142,22 @@ def set_dtype(model: nn.Module, dtype: str | None) -> list[str]:
         return []
     model.set_dtype(mx.float32)
     return [f"no GPU: {have} weights run as float32, which is faster here (--dtype overrides)"]
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute in float32 in this block, where memory allows: 16 bits change next tokens by themselves. The weights are
+    then what they were."""
+    before = model.parameters()
+    arrays = [x for _, x in flat(before) if mx.issubdtype(x.dtype, mx.floating)]
+    if sum(2 * x.nbytes for x in arrays if x.dtype != mx.float32) * SHARE > machine_memory():
+        yield
+        return
+    model.set_dtype(mx.float32)
+    try:
+        yield
+    finally:
+        model.update(before)
 
 
 def fit_cpu(model: nn.Module) -> None:

@@ -1,9 +1,12 @@
 """`--kv 99%`: the fewest bits that keep a share of the next tokens of a model, measured once and kept."""
 
 import json
+from collections.abc import Callable
+from itertools import product
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache
 
 import mlxkv
@@ -77,16 +80,41 @@ def test_fewer_texts_need_a_wider_margin():
     assert abs(below / times - 0.05) < 0.005
 
 
-def test_presets_are_bisected():
+def searched(keeps: Callable[[str], float], bound: float, start: float) -> tuple[int, int]:
+    """What is found, and how many presets were asked, none twice."""
     asked = []
 
-    def keeps(preset: str) -> bool:
+    def low(preset: str) -> float:
         asked.append(preset)
-        return DIAL.index(preset) >= 11
+        return keeps(preset)
 
-    assert agreement._first(DIAL, keeps) == 11 and len(asked) <= 5
-    assert agreement._first(DIAL, lambda preset: False) == len(DIAL)
-    assert agreement._first(DIAL, lambda preset: True) == 0
+    at = agreement._first(DIAL, low, bound, start)
+    assert len(asked) == len(set(asked))
+    return at, len(asked)
+
+
+@pytest.mark.parametrize("start", [2, 4.5, 9])
+@pytest.mark.parametrize(("above", "below"), [(1.0, 0.5), (0.9901, 0.9899)])
+@pytest.mark.parametrize("place", range(len(DIAL) + 1))
+def test_the_first_preset_that_holds_is_found_from_anywhere(place, above, below, start):
+    """Where changes follow no law: it holds, or nearly everything changes; or all presets are alike."""
+    at, asked = searched(lambda name: above if DIAL.index(name) >= place else below, 0.99, start)
+    assert at == place and asked <= 8
+
+
+def test_where_changes_halve_as_they_do_three_or_four_presets_are_tried():
+    def tried(just: float, halving: float) -> int:
+        """just: bits that just keep the bound."""
+
+        def keeps(preset: str) -> float:
+            return 1 - 0.01 * 2 ** ((just - agreement._bits(preset)) / halving)
+
+        found, asked = searched(keeps, 0.99, agreement.USUAL[0] + agreement._more(0.98, 0.99))
+        assert keeps(DIAL[found]) >= 0.99 and (found == 0 or keeps(DIAL[found - 1]) < 0.99)
+        return asked
+
+    counts = [tried(*x) for x in product((2.4, 3.1, 4.6, 5.8, 6.9, 7.4), (1, 1.3, 2))]
+    assert sum(counts) / len(counts) < 3.3 and max(counts) <= 4
 
 
 def faked(monkeypatch, shares: dict[str, float], later: dict[str, float] | None = None):
@@ -94,7 +122,7 @@ def faked(monkeypatch, shares: dict[str, float], later: dict[str, float] | None 
 
     def measured(self, preset, count=None):
         of = shares if self.context == 192 or later is None else later
-        same = tuple(round(1e6 * of[preset]) for _ in self._exact)
+        same = tuple(round(1e6 * of[preset]) for _ in range(len(self._texts)))
         self._found[preset] = Measured(preset, self.context, 1_000_000, same)
         return self._found[preset]
 
@@ -221,13 +249,55 @@ def test_what_is_measured_is_what_the_cache_changes(model_folder):
     texts = agreement.texts_of(loaded, 384, TEXTS)
     assert len({tuple(text) for text in texts}) == TEXTS and {len(text) for text in texts} == {384}
     readings = agreement.Readings(loaded, 320, 64)
-    readings.read(texts, lambda: None)
-    assert readings.measured("fp16").same == (64,) * TEXTS
-    for (text, _, likeliest), whole in zip(readings._exact, texts, strict=True):
+    count = []
+    readings.read(texts, count.append)
+    assert sum(count) == TEXTS * 384
+    assert readings.measured("fp16", count.append).same == (64,) * TEXTS
+    assert sum(count) == TEXTS * (384 + 64)
+    for likeliest, whole in zip(readings._likeliest, texts, strict=True):
         logits = loaded.model(mx.array([whole]))[0, 320:]
-        assert mx.array_equal(mx.argmax(logits, axis=-1), likeliest) and text is whole
-    rough = readings.measured("naive-int2").same
-    assert readings.measured("int8").mean > sum(rough) / 64 / TEXTS
+        assert mx.array_equal(mx.argmax(logits, axis=-1), likeliest)
+    rough = readings.measured("naive-int2")
+    assert readings.measured("int8").mean > rough.mean
+    # Text by text, as they are read at once; the last one alone, by its own cache.
+    exact = reading.prefill(loaded, texts[-1][:320])
+    agreement.attach(loaded.model, "naive-int2")
+    cache, same = reading.stored(loaded, texts[-1][:320], exact), 0
+    for start, logits in enumerate(reading.follow(loaded, cache, texts[-1][320:], 32)):
+        part = readings._likeliest[-1][32 * start : 32 * start + 32]
+        same += int((mx.argmax(logits, axis=-1) == part).sum())
+    assert rough.same[-1] == same < 64
+
+
+def test_16_bits_change_no_share(model_folder, monkeypatch):
+    """What a model in bfloat16 is measured by is what it gives in float32, and it is left as it was."""
+    loaded = load(str(model_folder), "fp16", dtype="bfloat16")
+    before = {name: mx.array(x) for name, x in tree_flatten(loaded.model.parameters())}
+    seen, measured = [], agreement.Readings.measured
+
+    def watched(self, *args):
+        seen.append({x.dtype for _, x in tree_flatten(loaded.model.parameters())})
+        return measured(self, *args)
+
+    monkeypatch.setattr(agreement.Readings, "measured", watched)
+    choice = agreement.choose(loaded, "90%")
+    assert seen and all(kinds == {mx.float32} for kinds in seen)
+    after = dict(tree_flatten(loaded.model.parameters()))
+    assert after.keys() == before.keys()
+    assert all(
+        x.dtype == after[name].dtype and mx.array_equal(x, after[name])
+        for name, x in before.items()
+    )
+    monkeypatch.setattr(kept, "find", lambda *_: None)
+    for name, x in before.items():
+        before[name] = x.astype(mx.float32)
+    plain = load(str(model_folder), "fp16", dtype="float32")
+    plain.model.load_weights(list(before.items()))
+    assert agreement.choose(plain, "90%").short == choice.short
+    monkeypatch.setattr("mlxkv.loading.weights.machine_memory", lambda: 1 << 20)
+    seen.clear()
+    agreement.choose(loaded, "90%")
+    assert seen and all(mx.float32 not in kinds for kinds in seen)
 
 
 def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder, monkeypatch):
@@ -236,12 +306,12 @@ def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder,
     monkeypatch.setattr(agreement, "LONGER", (16384, 8192, 4096, 128))
     monkeypatch.setattr(agreement, "machine_memory", lambda: 1 << 40)
     readings = agreement.Readings(loaded, 192, 64)
-    readings.read(agreement.texts_of(loaded, 256, 1), lambda: None)
-    size = sum(cache.nbytes for cache in readings._exact[0][1]) / 192  # bytes a token
+    readings.read(agreement.texts_of(loaded, 256, 2), lambda _: None)
+    size = sum(cache.nbytes for cache in readings._exact) / 2 / 192  # bytes a token
     for seconds, found in (
         (1e-6, (8192, TEXTS)),  # 16,384 is more than the model has
-        (20 * 256 / 8192 / 1.5, (8192, 3)),  # 20 s a text
-        (31 * 256 / 8192 / 1.5, (4096, 4)),
+        (20 / 8192 / 1.5, (8192, 3)),  # 20 s a text
+        (31 / 8192 / 1.5, (4096, 4)),
         (1e3, None),  # 128 is no longer one
     ):
         readings.seconds = seconds
@@ -289,6 +359,7 @@ def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
     data = json.loads(capsys.readouterr().out)
     assert [row["preset"] for row in data["presets"]] == ["fp16"]  # the most that fits
     assert data["chosen"] == ["90%: fp16 is the most that fits"]
+    load(str(model_folder), "97%")  # tries int8, too
     plan = fit.read_plan(str(model_folder))
     for name, known in (("int8", "99.0 %"), ("fill-6", "at least 95.0 %")):
         usable = need(plan, parse_kv(name), 8192).total
