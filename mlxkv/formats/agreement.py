@@ -47,9 +47,9 @@ class Measured:
         return fmean(self.same) / self.tokens
 
     def low(self, spread: Measured | None = None) -> float:
-        """Return the share that 19 texts in 20 stay above. spread: TEXTS texts that spread as these do, which may be
-        too few; these by default."""
-        of = spread or self
+        """Return the share that 19 texts in 20 stay above. spread: TEXTS texts that spread as these do, where these
+        are fewer; more of them spread wider at a longer context."""
+        of = self if len(self.same) == TEXTS or spread is None else spread
         assert len(of.same) == TEXTS
         margin = STUDENT * stdev(of.same) / of.tokens * sqrt(1 + 1 / len(self.same))
         return max(0.0, self.mean - margin)
