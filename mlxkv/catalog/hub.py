@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
-from mlxkv import untrusted
+from mlxkv import console, untrusted
 from mlxkv.catalog.aliases import CONFIGS, PACKAGES, Source, resolve
 from mlxkv.catalog.folder import INDEX, SMALL
 from mlxkv.catalog.gguf.config import read_config
@@ -27,6 +30,7 @@ PATTERNS = [
     "*.jinja",
 ]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+MINUTE = 60.0  # seconds between two lines about a download
 
 
 WAY_OUT = (
@@ -46,7 +50,8 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
 
     try:
         _check_reference(repo)
-        return Path(snapshot_download(repo, allow_patterns=patterns))
+        with _telling(repo):
+            return Path(snapshot_download(repo, allow_patterns=patterns))
     except hub.GatedRepoError:
         raise UserError(
             f"[load] the hub asks you to accept a licence first; got {repo}; "
@@ -87,14 +92,51 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
         ) from None
 
 
+def _place(repo: str) -> Path:
+    """Return the folder of a model in the hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
 def _check_reference(repo: str) -> None:
     """Raise ValueError if the model's ref in the hub's cache is a folder, or a pipe, on which the hub's library would
     block forever."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    path = os.path.join(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs", "main")
+    path = _place(repo) / "refs" / "main"
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("refs/main is no file")
+
+
+@contextmanager
+def _telling(repo: str) -> Iterator[None]:
+    """Print once a minute how much has come, where the hub's library shows nothing: without a terminal."""
+    if sys.stderr.isatty():
+        yield
+        return
+    done, before = Event(), _bytes(repo)
+
+    def tell() -> None:
+        while not done.wait(MINUTE):
+            came = console.human_bytes(max(0, _bytes(repo) - before))
+            console.note(f"downloading {console.plain(repo)}: {came} so far")
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes(repo: str) -> int:
+    """Return the bytes of a model's files in the hub's cache, also of those that are not whole."""
+    total = 0
+    with suppress(OSError):
+        for entry in os.scandir(_place(repo) / "blobs"):
+            with suppress(OSError):  # renamed meanwhile
+                total += entry.stat(follow_symlinks=False).st_size
+    return total
 
 
 def _is_network(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
 import json
 import os
+import time
 from fnmatch import fnmatch
 
 import huggingface_hub
@@ -10,6 +11,7 @@ import huggingface_hub.errors as hub_errors
 import pytest
 from random_models import WEIGHTS, error_of, folder, response, saved
 
+from mlxkv.catalog import hub
 from mlxkv.catalog.hub import PATTERNS, hub_cache
 from mlxkv.errors import MachineError
 from mlxkv.loading.load import load
@@ -152,6 +154,29 @@ def test_a_fetched_folder_loads(folder, monkeypatch):
     loaded = load("gemma-3-1b")
     assert (loaded.name, loaded.path) == ("gemma-3-1b", folder)
     assert not any(pattern.endswith(".py") for pattern in asked["mlx-community/gemma-3-1b-it-4bit"])
+
+
+def test_a_long_download_says_how_far_it_is_without_a_terminal(monkeypatch, tmp_path, capsys):
+    blobs = tmp_path / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "old").write_bytes(bytes(4096))  # was here before
+
+    def download(repo, allow_patterns):
+        (blobs / "weights.incomplete").write_bytes(bytes(3 << 20))
+        told, end = [], time.monotonic() + 20
+        while len(told) < 2 and time.monotonic() < end:
+            told += capsys.readouterr().err.splitlines()
+            time.sleep(0.01)
+        assert set(told) == {"downloading owner/name: 3.0 MiB so far"}
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "MINUTE", 0.05)
+    assert hub.fetch("owner/name") == tmp_path
+    capsys.readouterr()
+    time.sleep(0.2)
+    assert capsys.readouterr().err == "", "it ends with the download"
 
 
 def test_no_code_is_fetched():
