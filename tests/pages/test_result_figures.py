@@ -395,6 +395,24 @@ def test_the_page_of_shares_is_that_of_its_rows():
     for file in (RESULTS / "agreement").glob("*.jsonl"):
         made = agreement.table(agreement.read(file)).split("\n\n")
         assert all(" ".join(part.split()) in text for part in made), file
+    of = agreement.read(RESULTS / "agreement" / "h200.jsonl")
+    held = {(x["model"], x["context"], x["preset"]): x for x in of if "texts" in x}
+    shares = [
+        (x["model"], x["bound"], n / found["tokens"])
+        for x in of
+        if "bound" in x
+        for (model, _, preset), found in held.items()
+        if (model, preset) == (x["model"], x["preset"])
+        for n in found["texts"].values()
+    ]
+    lost = [(model, bound) for model, bound, share in shares if share < bound]
+    gemma = lost.count(("gemma-3-270m", 0.97))
+    said = f"Of {len(shares)} texts on which nothing was chosen"
+    assert (
+        said in text
+        and f"{len(lost)} are below their share: {100 * len(lost) / len(shares):.1f} %" in text
+    )
+    assert f"which has {gemma} of the {len(lost)}." in text
     assert [below("fill-4.5", 0.97, at, SMOL) for at in (8, 4, 1)] == [5, 1, 0]
     assert "has five of twelve texts below 97 % at 8K" in text and "one of twelve at 4K" in text
     assert [below("fill-4", 0.97, at, GEMMA) for at in (1, 4)] == [2, 2]
