@@ -38,9 +38,7 @@ STEP = 32  # tokens at once through a cache: with 128, so many more are exact th
 LONGER = (32768, 16384, 8192, 4096, 2048)  # contexts, the first that fits
 MINUTE = 60.0  # seconds for reading longer texts in full precision
 FEWEST = 2  # longer texts
-HALVING = (
-    1.3  # bits that halve the changes: on four pretrained models, between 2.25 and 7.5 bits, 1 to 2
-)
+HALVING = 1.3  # bits that halve the changes; on four pretrained models 1 to 2
 USUAL = 4.5, 0.98  # bits, and the share that 19 texts of 20 keep with them: where to look first
 GUESSES = 4
 CHARACTERS = 6  # a token's, at most, in texts of the documentation
@@ -121,7 +119,8 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
             far.read(texts, count)
 
             def low(preset: str) -> float:
-                return far.measured(preset, count).low(near.measured(preset))
+                found = far.measured(preset, count)
+                return found.low(None if len(found.same) == TEXTS else near.measured(preset))
 
             if (share := low(dial[at])) < bound:
                 start = _bits(dial[at]) + _more(share, bound)
