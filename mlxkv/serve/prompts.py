@@ -76,7 +76,7 @@ class Prompts:
             body = body | {"model": model_info.model}
         request, dropped = APIS[path].read(body, model_info), 0
         if pack is not None:
-            request = _behind(pack, request)
+            request = replace(_behind(pack, request), pack=name)
         if path == COUNT:
             return Read(request, self.prompt(request))
         if request.grammar is not None:

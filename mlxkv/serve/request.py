@@ -27,7 +27,8 @@ class Request:
     continue_final_message: whether the last message is the start of the reply (as in vLLM and transformers).
     include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user, cache_salt: separate the caches
     of one API key. grammar: llguidance's grammar of the reply, or None. repetition_penalty: 0 for none. custom_tools:
-    names of tools that take free text. echo: fields repeated in the reply.
+    names of tools that take free text. echo: fields repeated in the reply. pack: name of the one that it begins behind,
+    which the reply calls its model.
     """
 
     chat: bool
@@ -43,6 +44,7 @@ class Request:
     grammar: str | None = None
     custom_tools: frozenset[str] = frozenset()
     echo: dict = field(default_factory=dict)
+    pack: str = ""
     user: str = ""
     cache_salt: str = ""
     stop: list[str] = field(default_factory=list)

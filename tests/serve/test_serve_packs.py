@@ -48,11 +48,13 @@ def test_models_list_it(server):
 def test_a_chat_begins_behind_it(server, packed, key):
     reply = ask(server, "facts", QUESTION, key)
     assert cached(reply) > 700 and reply["usage"]["prompt_tokens"] - cached(reply) < 40
+    assert reply["model"] == "facts", "the name that was asked for"
     spelled = ask(
         server, server.loaded_model.name, [{"role": "system", "content": packed[1]}, *QUESTION], key
     )
     assert spelled["usage"]["prompt_tokens"] == reply["usage"]["prompt_tokens"]
     assert spelled["choices"][0]["message"] == reply["choices"][0]["message"]
+    assert spelled["model"] == server.loaded_model.name
 
 
 def test_the_clients_own_system_message_follows_it(server, packed):

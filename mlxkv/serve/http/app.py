@@ -378,7 +378,7 @@ class ReplyStream:
                 asked, prompt, dropped = read
                 engine, name = loaded_model.engine, loaded_model.name
                 markup = loaded_model.markup(asked, prompt.state)
-                reply = APIS[scope["path"]].reply(asked, name, markup)
+                reply = APIS[scope["path"]].reply(asked, asked.pack or name, markup)
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
                 job = Job(asked, prompt, owner, dropped, self._is_operator, channel=self)
                 job.constraint = await run_in_threadpool(engine.constraint_of, job)
