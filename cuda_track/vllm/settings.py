@@ -133,9 +133,8 @@ def plan(additional: Mapping[str, object] | object, model: str) -> Plan:
 @cache
 def _plan(name: str, path: str | None, model: str) -> Plan:
     at = Path(model)
-    mark = folder.fingerprint(folder.check_folder(at)) if at.is_dir() else None
     if (bound := bound_of(name)) is not None:
-        name = _chosen(name, bound, path, at, mark)
+        name = _chosen(name, bound, path, at)
     config = parse_kv(name)
     reason = launch.why_not(config, (128, 128))
     if isinstance(config.keys.quantizer, Codebook) or isinstance(config.values.quantizer, Codebook):
@@ -152,6 +151,7 @@ def _plan(name: str, path: str | None, model: str) -> Plan:
     config = replace(config, sink=SINK, recent=RECENT)
     if not config.calibrated:
         return Plan(config, None)
+    mark = _mark(at)
     source = artifact.read_calibration(path) if path else None
     if source is None and mark is not None:
         source = artifact.find(mark, at, config)
@@ -165,10 +165,15 @@ def _plan(name: str, path: str | None, model: str) -> Plan:
     return Plan(config, source)
 
 
-def _chosen(name: str, bound: float, path: str | None, at: Path, mark: str | None) -> str:
+def _mark(at: Path) -> str | None:
+    """Return the fingerprint of a model's folder, or None for a name of the hub. Raises UserError for a faulty one."""
+    return folder.fingerprint(folder.check_folder(at)) if at.is_dir() else None
+
+
+def _chosen(name: str, bound: float, path: str | None, at: Path) -> str:
     """Return the preset that mlxkv chose for this model and a share of next tokens. Raises UserError."""
     choice = None
-    if mark is not None:
+    if (mark := _mark(at)) is not None:
         calibration = artifact.read_calibration(path) if path else artifact.find(mark, at)
         choice = agreement.find(mark, bound, calibration and calibration.digest)
     if choice is None:

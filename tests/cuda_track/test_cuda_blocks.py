@@ -425,6 +425,11 @@ def test_what_has_no_blocks_is_refused_in_one_line(case):
     assert "\n" not in str(caught.value) and str(caught.value).startswith("[")
 
 
+def test_what_needs_no_calibration_needs_no_tokenizer_beside_the_weights(tmp_path):
+    """vLLM may have it elsewhere (--tokenizer), or read none."""
+    assert settings.plan({KV: "int4"}, str(tmp_path)).config.keys == parse_kv("int4").keys
+
+
 def test_a_share_is_what_mlxkv_chose_for_the_model(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
     mark = folder.fingerprint(folder.check_folder(model_folder))
