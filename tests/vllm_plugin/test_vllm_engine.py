@@ -68,23 +68,29 @@ def exact_codes(monkeypatch):
 def start(model, monkeypatch):
     """A function that starts an engine in this process."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     from cuda_track.vllm import register
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     register()
+    running = []
+
+    def stop():  # now: vLLM 0.33 does it when an engine is collected, to the one after it too
+        while running:
+            running.pop().engine_core.shutdown()
 
     def started(**options):
-        cleanup_dist_env_and_memory()  # of the engine before
+        stop()
         defaults = {"max_model_len": 1000, "max_num_seqs": 8, "max_num_batched_tokens": 1000}
-        return LLM(
+        engine = LLM(
             model, enforce_eager=True, dtype="float32", skip_tokenizer_init=True, **(defaults | options)
         ).llm_engine  # fmt: skip
+        running.append(engine)
+        return engine
 
     yield started
-    cleanup_dist_env_and_memory()
+    stop()
 
 
 def said(engine, prompts, cancelled=()):
