@@ -136,6 +136,11 @@ class CompressedBackend(AttentionBackend):
     def supports_kv_connector(cls) -> bool:
         return False
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Refuse vLLM 0.33's adaptive verification, which shortens drafts on the GPU: `Builder` counts on the CPU."""
+        return False
+
 
 class ExactBackend(CompressedBackend):
     """Blocks of exact tokens: [blocks, kv heads, tokens, 2 D], keys then values. They are read by `CompressedImpl`."""
