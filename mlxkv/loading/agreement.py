@@ -2,7 +2,7 @@
 
 Full precision reads CONTEXT tokens of six texts that no calibration reads; each preset that is tried stores them, and
 the next NEXT tokens of each text are read through it, all texts at once. The share of changed tokens about halves with
-HALVING bits, so what was measured tells where on the dial to look next: three or four of its eighteen presets are
+HALVING bits, so what was measured tells where on the dial to look next: three to five of its eighteen presets are
 tried. What is chosen must keep the bound at the longest context that a minute allows, too. All of it is computed in
 float32, where memory allows, so that what changes is changed by codes.
 """
