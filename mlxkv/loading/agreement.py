@@ -206,9 +206,10 @@ class Readings:
         if preset not in self._found:
             attach(self.loaded.model, preset)
             cache = reading.stored(self.loaded, self._texts[:, : self.context], self._exact)
-            same = (self._following(cache, count) == self._likeliest).sum(axis=1).tolist()
+            same = self._following(cache, count) == self._likeliest
             detach(self.loaded.model)
-            self._found[preset] = Measured(preset, self.context, self.tokens, tuple(same))
+            counts = tuple(int(same[i].sum()) for i in range(len(self._texts)))
+            self._found[preset] = Measured(preset, self.context, self.tokens, counts)
         return self._found[preset]
 
     def longest(self) -> tuple[int, int] | None:
