@@ -26,6 +26,12 @@ def prepare() -> None:
     allow_few_descriptors()
 
 
+def whole_float32() -> None:
+    """Make MLX on CUDA multiply float32 as such: TF32 has the precision of float16. Before the first product, unless
+    the user says otherwise."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
 def allow_few_descriptors() -> None:
     """Make mlx-lm importable where this process may have fewer descriptors than it asks for."""
     if (

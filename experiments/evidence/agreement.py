@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments.evidence.texts import DOCUMENTS, MANUAL, READ, Texts
 from experiments.options import Parser, words
-from mlxkv import console
+from mlxkv import console, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.errors import UserError
 from mlxkv.formats.agreement import Measured
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measure(args, model: str, texts: Texts) -> None:
+    startup.whole_float32()
     loaded = load(model, "fp16", dtype=args.dtype, calibration=args.calibration)
     name = Path(model).name.removesuffix(".gguf")
     done, bits = read(args.output), {}

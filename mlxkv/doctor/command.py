@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from mlxkv import startup
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.doctor import checks
 from mlxkv.doctor.checks import Step
@@ -59,7 +59,7 @@ def run_doctor(*, every: bool, share: str | None, as_json: bool) -> int:
     if share:
         check_place(share)
     # The table checks float32, and TF32 products are not float32.
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    startup.whole_float32()
     wrong = out_of_range()
     data = {
         "machine": machine(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from mlxkv import console
+from mlxkv import console, startup
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.eval import divergence, engine, report, retrieval
@@ -73,6 +73,8 @@ def measured(
     options, windows = _options(command, level), _windows(command.windows)
     tasks = _tasks(command.tasks or level.tasks)
     start, loaded = time.perf_counter(), command.model
+    if any(isinstance(cache, str) for cache in kv.values()):
+        startup.whole_float32()  # that is what a share is measured in
     if not isinstance(loaded, Loaded):
         loaded = load(
             loaded,

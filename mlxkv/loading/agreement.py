@@ -31,7 +31,7 @@ from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
 from mlxkv.loading.attach import attach, detach
 from mlxkv.loading.weights import in_float32
-from mlxkv.machine import machine_memory
+from mlxkv.metal.gpu import array_memory
 
 CONTEXT, NEXT = 1024, 512  # tokens read before, and compared
 STEP = 32  # tokens at once through a cache: with 128, so many more are exact that a fifth of the changes are left
@@ -219,9 +219,7 @@ class Readings:
             if context <= self.context or context + self.tokens > (self.loaded.context or 0):
                 continue
             seconds = self.seconds * context * (1 + context / 16384)  # attention takes longer there
-            number = min(
-                TEXTS, int(MINUTE / seconds), int(machine_memory() / SHARE / size / context)
-            )
+            number = min(TEXTS, int(MINUTE / seconds), int(array_memory() / SHARE / size / context))
             if number >= FEWEST:
                 return context, number
         return None

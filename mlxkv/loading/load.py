@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxkv import console
+from mlxkv import console, startup
 from mlxkv.calibration.fitting import read_calibration
 from mlxkv.catalog import rendering
 from mlxkv.catalog.aliases import DEFAULT, KV, resolve
@@ -133,6 +133,8 @@ def load(
         raise UserError(
             f"[--kv] a share is measured in one process; got {kv} and {size} of them; choose a number of bits"
         )
+    if bound is not None:
+        startup.whole_float32()  # that is what a share is measured in
     if bound is not None and fold:
         raise UserError(f"[fold] folds maps of a preset; got {kv}; choose a number of bits")
     # With `strict`, a layer that stays in full precision is told before a share is measured.

@@ -17,7 +17,7 @@ from mlxkv.catalog.shapes import text_config
 from mlxkv.errors import UserError, brief, cut
 from mlxkv.loading import gguf_weights as gguf
 from mlxkv.loading.outline import NotBuilt, classes_of
-from mlxkv.machine import machine_memory
+from mlxkv.metal.gpu import array_memory
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.trees import flat, own_caches
 
@@ -150,11 +150,11 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     then what they were."""
     before = model.parameters()
     arrays = [x for _, x in flat(before) if mx.issubdtype(x.dtype, mx.floating)]
-    if sum(2 * x.nbytes for x in arrays if x.dtype != mx.float32) * SHARE > machine_memory():
+    if sum(2 * x.nbytes for x in arrays if x.dtype != mx.float32) * SHARE > array_memory():
         yield
         return
-    model.set_dtype(mx.float32)
     try:
+        model.set_dtype(mx.float32)
         yield
     finally:
         model.update(before)

@@ -10,6 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from mlxkv.machine import machine_memory
 from mlxkv.metal.launch import KernelBuilder, device_type
 
 # Fallback number of cores if macOS reports none, by the last letter of MLX's architecture name (applegpu_g13s):
@@ -66,6 +67,12 @@ def why_no_tiles() -> str | None:
     if version is None or version >= TILES_SINCE:
         return None
     return f"tiles need macOS {TILES_SINCE} (Metal 3.2), this is macOS {version}"
+
+
+def array_memory() -> int:
+    """Return the bytes of memory that arrays have: the GPU's, on a Mac and a CPU the machine's."""
+    info = mx.device_info()
+    return int(info.get("memory_size") or info.get("total_memory") or machine_memory())
 
 
 def device() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`--kv 99%`: the fewest bits that keep a share of the next tokens of a model, measured once and kept."""
 
 import json
+import os
 from collections.abc import Callable
 from itertools import product
 
@@ -19,7 +20,7 @@ from mlxkv.formats import agreement as kept
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
-from mlxkv.loading import agreement, quality_check
+from mlxkv.loading import agreement, quality_check, weights
 from mlxkv.loading.load import load
 from mlxkv.serve.options import ServeOptions
 
@@ -144,6 +145,48 @@ def test_the_fewest_bits_that_hold_at_both_contexts(model_folder, monkeypatch, s
     assert (choice.short.context, choice.long.context) == (192, 256)
     assert choice.line.startswith("98%: fill-6, same next token 98.9 % [19 texts of 20: 98.9")
     assert "98.2 at 256" in choice.line
+
+
+def test_float32_is_whole_before_the_first_product(model_folder, monkeypatch):
+    """On CUDA MLX would multiply it in TF32, and reads the variable once."""
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    seen, build = [], weights.build
+
+    def building(*args, **options):
+        seen.append(os.environ.get("MLX_ENABLE_TF32"))
+        return build(*args, **options)
+
+    monkeypatch.setattr(weights, "build", building)
+    load(str(model_folder), "int4")
+    load(str(model_folder), "97%")
+    monkeypatch.delenv("MLX_ENABLE_TF32")
+    mlxkv.eval(str(model_folder), ["97%"], context=512)
+    assert seen == [None, "0", "0"]
+
+
+def test_a_choice_by_another_rule_is_made_anew(monkeypatch, short):
+    found = Measured("int4", 192, 64, (64,) * TEXTS)
+    kept.keep("mark", Choice(0.9, "int4", found, None, "", "2026-11-29", (found,)), None, "x")
+    assert kept.find("mark", 0.9, None) is not None
+    monkeypatch.setattr(kept, "MADE_BY", "0.2.0 1")
+    assert kept.find("mark", 0.9, None) is None and kept.cost_of("mark", None, "int8") is None
+
+
+def test_weights_are_back_where_float32_is_broken_off(model_folder, monkeypatch):
+    model = load(str(model_folder), "fp16", dtype="float16").model
+    before = dict(tree_flatten(model.parameters()))
+    change = model.set_dtype
+
+    def broken_off(dtype):
+        change(dtype)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(model), "set_dtype", lambda _, dtype: broken_off(dtype))
+    with pytest.raises(KeyboardInterrupt), weights.in_float32(model):
+        pytest.fail("begun")
+    after = dict(tree_flatten(model.parameters()))
+    assert all(after[name] is x for name, x in before.items())
 
 
 def test_six_long_texts_that_spread_need_more_bits(model_folder, monkeypatch):
@@ -317,7 +360,7 @@ def test_16_bits_change_no_share(model_folder, monkeypatch):
     plain = load(str(model_folder), "fp16", dtype="float32")
     plain.model.load_weights(list(before.items()))
     assert agreement.choose(plain, "90%").short == choice.short
-    monkeypatch.setattr("mlxkv.loading.weights.machine_memory", lambda: 1 << 20)
+    monkeypatch.setattr("mlxkv.loading.weights.array_memory", lambda: 1 << 20)
     seen.clear()
     agreement.choose(loaded, "90%")
     assert seen and all(mx.float32 not in kinds for kinds in seen)
@@ -327,7 +370,7 @@ def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder,
     loaded = load(str(model_folder), "fp16")
     loaded.context = 9000
     monkeypatch.setattr(agreement, "LONGER", (16384, 8192, 4096, 128))
-    monkeypatch.setattr(agreement, "machine_memory", lambda: 1 << 40)
+    monkeypatch.setattr(agreement, "array_memory", lambda: 1 << 40)
     readings = agreement.Readings(loaded, 192, 64)
     readings.read(agreement.texts_of(loaded, 256, 2), lambda _: None)
     size = sum(cache.nbytes for cache in readings._exact) / 2 / 192  # bytes a token
@@ -342,7 +385,7 @@ def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder,
     readings.seconds = 1e-6
     for texts, found in ((2, (8192, 2)), (1.9, (4096, 3)), (0.9, None)):
         memory = int(texts * size * 8192 * agreement.SHARE) + 1
-        monkeypatch.setattr(agreement, "machine_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(agreement, "array_memory", lambda memory=memory: memory)
         assert readings.longest() == found
 
 

@@ -16,7 +16,7 @@ from mlxkv.cache.selftest import relative_rms
 from mlxkv.cache.view import View
 from mlxkv.errors import brief
 from mlxkv.formats.config import CacheConfig
-from mlxkv.machine import machine_memory
+from mlxkv.metal.gpu import array_memory
 from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
 
@@ -60,10 +60,8 @@ def copies_of(bytes_each: int, calls: int) -> int:
     """Return how many copies of a cache rotate, as far as memory allows."""
     if device_type() == "cpu":
         return min(calls, COPIES)
-    info = mx.device_info()
-    memory = int(info.get("memory_size") or info.get("total_memory") or machine_memory())
     count = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
-    return max(1, min(count, memory // MEMORY_SHARE // bytes_each))
+    return max(1, min(count, array_memory() // MEMORY_SHARE // bytes_each))
 
 
 def rows(
