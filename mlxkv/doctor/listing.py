@@ -88,7 +88,7 @@ def _picks(rows: dict[str, dict]) -> None:
     print(
         "bits/value: fp16 has 16; at least 128 tokens, first and last, stay exact\n"
         "KL: how far probabilities of the next token move (nats, 0: not at all)\n"
-        "KL, same token: after 8,192 tokens, the worst of three models of 135M to 500M\n"
+        "KL, same token: after 8,192 tokens, the worst of four models of 135M to 1.5B\n"
         "attention: its speed over 32K tokens against fp16, one H100; a whole token is\n"
         "  not faster at that length\n"
         "KEYS/VALUES: keys of one preset, values of another: int8/int4\n"
