@@ -15,8 +15,8 @@ over the 20 likeliest tokens, and the rest as one. Alone: the same in transforme
 an own text through a cache that holds few of them, 32 of them cancelled, against the same requests one by one: how many
 tokens are the same up to the first other one, and by how many nats that one was less likely. Each of those is also
 asked again in three ways: behind its own prefix (what codes of the prompt change), behind a half of it, and as a
-request that was preempted halfway and reads all it had again at once (what boundaries of reading change). A block of
-another text would show in KL of every token behind it, codes read at other boundaries do not.
+request that was preempted halfway and reads all it had again at once (what boundaries of reading change). KL of
+each token up to the first other one says whether a text was off before it parted.
 """
 
 # vLLM is an optional dependency.

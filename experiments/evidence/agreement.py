@@ -19,8 +19,8 @@ from experiments.options import Parser, words
 from mlxkv import console, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.errors import UserError
-from mlxkv.formats.agreement import Measured
-from mlxkv.formats.names import bound_of, parse_kv
+from mlxkv.formats.agreement import Measured, bits_of
+from mlxkv.formats.names import bound_of
 from mlxkv.loading.agreement import NEXT, Readings, choose, dial_of
 from mlxkv.loading.load import load
 
@@ -130,7 +130,7 @@ def _held(choice: dict, context: int, of: dict[str, list[float]]) -> str:
 
 def _fewest(of: dict[str, list[float]], bound: float) -> Iterator[str]:
     """Yield the presets that at most one text in LOST is below, the fewest bits first."""
-    order = sorted(of, key=lambda x: parse_kv(x).bits_per_value(128, 128))
+    order = sorted(of, key=bits_of)
     yield from (x for x in order if sum(s < bound for s in of[x]) * LOST <= len(of[x]))
 
 

@@ -129,14 +129,15 @@ def cost_of(fingerprint: str, calibration: str | None, preset: str) -> Measured 
             if (entry["calibration"], entry["version"]) != (calibration, MADE_BY):
                 continue
             for found in filter(None, map(_measured, entry["tried"])):
-                if _bits(found.preset) <= _bits(preset) and (
-                    best is None or _bits(best.preset) < _bits(found.preset)
+                if bits_of(found.preset) <= bits_of(preset) and (
+                    best is None or bits_of(best.preset) < bits_of(found.preset)
                 ):
                     best = found
     return best
 
 
-def _bits(preset: str) -> float:
+def bits_of(preset: str) -> float:
+    """Return the bits of a preset by which the dial is ordered."""
     return parse_kv(preset).bits_per_value(128, 128)
 
 

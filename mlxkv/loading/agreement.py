@@ -26,7 +26,7 @@ from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus, sources
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement
-from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, percent, short
+from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, bits_of, percent, short
 from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
 from mlxkv.loading.attach import attach, detach
@@ -38,7 +38,9 @@ STEP = 32  # tokens at once through a cache: with 128, so many more are exact th
 LONGER = (32768, 16384, 8192, 4096, 2048)  # contexts, the first that fits
 MINUTE = 60.0  # seconds for reading longer texts in full precision
 FEWEST = 2  # longer texts
-HALVING = 1.3  # bits that halve the changes; on four pretrained models 1 to 2
+HALVING = (
+    1.3  # bits that about halve the changes: where to look first, what is measured corrects it
+)
 USUAL = 4.5, 0.98  # bits, and the share that 19 texts of 20 keep with them: where to look first
 GUESSES = 4
 CHARACTERS = 6  # a token's, at most, in texts of the documentation
@@ -123,7 +125,7 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
                 return found.low(None if len(found.same) == TEXTS else near.measured(preset))
 
             if (share := low(dial[at])) < bound:
-                start = _bits(dial[at]) + _more(share, bound)
+                start = bits_of(dial[at]) + _more(share, bound)
                 at += 1 + _first(dial[at + 1 :], low, bound, start)
     if at == len(dial):
         missed, spread = (far or near).measured(dial[-1]), near.measured(dial[-1])
@@ -138,7 +140,7 @@ def _first(presets: Sequence[str], low: Callable[[str], float], bound: float, st
     """Return the place of the first preset that keeps the bound, where all behind it do; their number if none does.
     low: the share that a preset keeps. start: bits to try first. What was measured tells where to look next; after
     GUESSES, halves are taken."""
-    bits = [_bits(preset) for preset in presets]
+    bits = [bits_of(preset) for preset in presets]
     begin, end, halving = 0, len(presets), HALVING
     known: list[tuple[float, float]] = []  # bits, share of changes as a power of two
     while begin < end:
@@ -158,10 +160,6 @@ def _first(presets: Sequence[str], low: Callable[[str], float], bound: float, st
 def _more(share: float, bound: float, halving: float = HALVING) -> float:
     """Return how many bits more than one that keeps `share` a preset has that just keeps the bound."""
     return halving * log2(max(1 - share, LEAST) / (1 - bound))
-
-
-def _bits(preset: str) -> float:
-    return parse_kv(preset).bits_per_value(128, 128)
 
 
 @dataclass

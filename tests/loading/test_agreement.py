@@ -110,7 +110,7 @@ def test_where_changes_halve_as_they_do_three_or_four_presets_are_tried():
         """just: bits that just keep the bound."""
 
         def keeps(preset: str) -> float:
-            return 1 - 0.01 * 2 ** ((just - agreement._bits(preset)) / halving)
+            return 1 - 0.01 * 2 ** ((just - agreement.bits_of(preset)) / halving)
 
         found, asked = searched(keeps, 0.99, agreement.USUAL[0] + agreement._more(0.98, 0.99))
         assert keeps(DIAL[found]) >= 0.99 and (found == 0 or keeps(DIAL[found - 1]) < 0.99)

@@ -168,3 +168,12 @@ def test_a_long_prefill_is_dequantized_a_side_at_a_time(monkeypatch):
         buffer = mx.zeros((1, 8, tokens // 16, 0), mx.uint32)
         kernels.dequantize(kernels.Run(buffer, tokens // 16, layout), mx.bfloat16, make)
     assert sides == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("info", "bytes_"), [({"memory_size": 5}, 5), ({"total_memory": 7}, 7), ({}, 11)]
+)
+def test_arrays_have_the_memory_of_the_gpu_where_it_has_its_own(monkeypatch, info, bytes_):
+    monkeypatch.setattr(gpu.mx, "device_info", lambda: info)  # Metal, CUDA, a CPU
+    monkeypatch.setattr(gpu, "machine_memory", lambda: 11)
+    assert gpu.array_memory() == bytes_
