@@ -33,6 +33,22 @@ Kv = Annotated[
         rich_help_panel="Cache",
     ),
 ]
+Memory = Annotated[
+    str | None,
+    Option(
+        "--memory",
+        help="With --kv auto: the most bits that fit into so much memory: 12GB. Default: this machine's.",
+        rich_help_panel="Cache",
+    ),
+]
+Context = Annotated[
+    str | None,
+    Option(
+        "--context",
+        help="With --kv auto: the tokens that must fit: 64k. Default, with --memory: 32k.",
+        rich_help_panel="Cache",
+    ),
+]
 AdapterPath = Annotated[
     str | None,
     Option(

@@ -18,9 +18,9 @@ from experiments.options import Parser
 from mlxkv import console
 from mlxkv.catalog.aliases import CONFIGS, QUANTIZATION
 from mlxkv.catalog.sizes import CHUNK, ModelPlan, bits_in_pages, need
-from mlxkv.doctor.fit import plan_of
 from mlxkv.eval import plots
 from mlxkv.formats.names import parse_kv
+from mlxkv.loading.plans import plan_of
 from mlxkv.machine import USABLE
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"

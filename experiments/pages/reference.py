@@ -24,11 +24,11 @@ from mlxkv.cache.choose import KernelRequest
 from mlxkv.catalog.aliases import CONFIGS, HUB
 from mlxkv.cli import app, is_option, value_of
 from mlxkv.console import one_line
-from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.eval import call
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
+from mlxkv.loading.plans import plan_of
 from mlxkv.patching.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from mlxkv.console import parse_size, parse_tokens
 from mlxkv.errors import UserError
+from mlxkv.formats.names import bound_of
 
 # MLX's names, and those of other tools.
 DTYPES = ("float32", "float16", "bfloat16")
@@ -58,3 +60,17 @@ def template_arguments(text: str | None, think: bool | None = None) -> dict:
     if reserved := sorted(set(arguments) & set(RESERVED)):
         raise UserError(f"[--chat-template-args] may not set {reserved[0]!r}; leave it out")
     return arguments if think is None else arguments | {"enable_thinking": think}
+
+
+def fitting_sizes(
+    kv: object, memory: str | int | None, context: str | int | None
+) -> tuple[int | None, int | None]:
+    """Return bytes and tokens that a share is turned round with, None where none are given. kv: what is asked for.
+    Raises UserError for what is no size, and for another preset than a share."""
+    if (memory is not None or context is not None) and bound_of(kv) is None:
+        option, given = ("--context", context) if memory is None else ("--memory", memory)
+        raise UserError(
+            f"[{option}] chooses the bits; got {given} and --kv {kv}; write --kv auto, or leave it out"
+        )
+    size = parse_size(memory, "--memory", "g") if isinstance(memory, str) else memory
+    return size, parse_tokens(context, "--context") if isinstance(context, str) else context

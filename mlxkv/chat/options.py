@@ -12,13 +12,25 @@ from mlxkv.catalog.option_checks import (
     check_sampling,
     check_weights,
     dtype_name,
+    fitting_sizes,
     template_arguments,
 )
 from mlxkv.errors import UserError
 from mlxkv.formats import session
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import canonical, requested
-from mlxkv.options import AdapterPath, Calibration, Dtype, Json, Kv, Model, Strict, Weights
+from mlxkv.options import (
+    AdapterPath,
+    Calibration,
+    Context,
+    Dtype,
+    Json,
+    Kv,
+    Memory,
+    Model,
+    Strict,
+    Weights,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class ChatOptions:
     ] = None
     model: Model = DEFAULT
     kv: Kv = "int4"
+    memory: Memory = None
+    context: Context = None
     prompt: Annotated[
         str | None, Option("--prompt", "-p", help="The same as TEXT.", rich_help_panel="Output")
     ] = None
@@ -117,6 +131,7 @@ class ChatOptions:
                 )
         check_sampling(self.temp, self.top_p)
         _ = self.cache
+        fitting_sizes(self.kv, self.memory, self.context)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises for invalid JSON

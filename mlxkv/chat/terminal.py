@@ -68,6 +68,8 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             progress=progress,
             weights=options.weights,
             adapter_path=options.adapter_path,
+            memory=options.memory,
+            context=options.context,
         )
     # What the model's makers recommend, except where an option says otherwise.
     asked = {"temperature": options.temp, "top_p": options.top_p}

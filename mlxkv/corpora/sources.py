@@ -1,15 +1,19 @@
 """Choose the texts of evaluation and of calibration, which never overlap: passages of the corpus, and the
-documentation of the running Python."""
+documentation of the running Python. Neither reads `docstrings`, `code` and `records`, which a choice of bits is made
+on (`mlxkv.loading.agreement`)."""
 
 from __future__ import annotations
 
 import ast
+import json
 import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from html.entities import html5
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -196,6 +200,30 @@ def in_evaluation(topic: str) -> bool:
 
 def _hash(name: str) -> int:
     return int.from_bytes(sha256(name.encode()).digest(), "big")
+
+
+def docstrings(package: str) -> list[str]:
+    """Return the longer docstrings of an installed package, in a fixed order that mixes subjects."""
+    return [text for file in _modules(package) for text in _docstrings(file)]
+
+
+def code(package: str) -> str:
+    """Return the source code of an installed package, in a fixed order that mixes subjects."""
+    return BETWEEN.join(file.read_text(encoding="utf-8") for file in _modules(package))
+
+
+def records() -> str:
+    """Return the named characters of HTML as records in JSON, one a line."""
+    rows = [{"entity": name, "points": [*map(ord, text)]} for name, text in html5.items()]
+    return "\n".join(sorted(map(json.dumps, rows), key=_hash))
+
+
+def _modules(package: str) -> list[Path]:
+    spec = find_spec(package)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    found = folder.rglob("*.py") if folder else ()
+    files = [file for file in found if not {"test", "tests"} & set(file.parts)]
+    return sorted(files, key=lambda file: _hash(file.relative_to(folder).as_posix()))
 
 
 def _paragraphs(texts: Iterable[str]) -> set[str]:

@@ -1,8 +1,9 @@
 """A bound on agreement in place of a number of bits (`--kv 99%`): what was measured for it, and what was chosen.
 
 Agreement is the share of next tokens whose likeliest one is the full cache's. A cache keeps a bound if a further text
-stays above it in 19 of 20 cases: the lower limit of Student's prediction interval over TEXTS texts. Choices are kept
-beside the user's calibrations, a JSON file for each model.
+stays above it in 19 of 20 cases: the lower limit of Student's prediction interval over TEXTS texts, which spread at
+least as counts of texts do that differ by DIFFER. Choices are kept beside the user's calibrations, a JSON file for each
+model.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ DIAL = (
 PLAIN = ("int4", "int8")
 TEXTS = 6
 STUDENT = 2.015  # the 95th percentile of Student's t with TEXTS - 1 degrees of freedom
+DIFFER = 0.3  # standard deviation of what is expected of a text, over its mean (docs/results/agreement.md)
 MADE_BY = (
-    f"{__version__} 2"  # count it up with how a share is measured: kept choices are then made anew
+    f"{__version__} 3"  # count it up with how a share is measured: kept choices are then made anew
 )
 LARGEST = 1 << 20  # bytes of a file
 
@@ -54,8 +56,10 @@ class Measured:
         are fewer; more of them spread wider at a longer context."""
         of = self if len(self.same) == TEXTS or spread is None else spread
         assert len(of.same) == TEXTS
-        margin = STUDENT * stdev(of.same) / of.tokens * sqrt(1 + 1 / len(self.same))
-        return max(0.0, self.mean - margin)
+        changed = self.tokens - fmean(self.same)
+        least = sqrt(changed + (DIFFER * changed) ** 2) / self.tokens
+        wide = max(stdev(of.same) / of.tokens, least)
+        return max(0.0, self.mean - STUDENT * wide * sqrt(1 + 1 / len(self.same)))
 
 
 @dataclass(frozen=True)

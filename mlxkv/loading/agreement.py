@@ -43,7 +43,7 @@ HALVING = (
 )
 USUAL = 4.5, 0.98  # bits, and the share that 19 texts of 20 keep with them: where to look first
 GUESSES = 4
-CHARACTERS = 6  # a token's, at most, in texts of the documentation
+CHARACTERS = 6  # a token's, at most
 LEAST = 1e-4  # share of changes that a search takes for none
 SHARE = 8  # one in so many bytes of memory may hold full caches
 
@@ -102,8 +102,8 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
     texts = texts_of(loaded, near.length, TEXTS)
     if len(texts) < TEXTS:
         raise UserError(
-            f"[--kv] a share is measured on {TEXTS} texts of {near.length:,} tokens; got {len(texts)}, as this Python "
-            "comes without its documentation; choose a number of bits"
+            f"[--kv] a share is measured on {TEXTS} texts of {near.length:,} tokens; got {len(texts)}, as numpy is "
+            "here without its source code; choose a number of bits"
         )
     steps = TEXTS * (near.length + tried * tokens)
     with console.progress(asked, steps, "measured once for a model") as count:
@@ -233,15 +233,20 @@ class Readings:
 
 
 def texts_of(loaded, count: int, number: int) -> list[list[int]]:
-    """Return texts of `count` tokens that end with passages of the corpus, behind documentation of the running Python
-    where they are too short; no calibration reads them. Fewer where there is not enough of both."""
-    start, docs, out = sources.start_of(loaded), [], []
-    for place, passage in enumerate([*corpus.passages("evaluation").values()][:number]):
-        tokens = loaded.tokenizer.encode(passage, add_special_tokens=False)
-        if len(tokens) < count:
-            docs = docs or sources.documentation("evaluation")
-            before = sources.BETWEEN.join(docs[place::TEXTS])[: CHARACTERS * count]
-            tokens = loaded.tokenizer.encode(before, add_special_tokens=False) + tokens
+    """Return up to `number` texts of `count` tokens, of six kinds that differ in how hard they are to store; no
+    calibration reads them. Fewer where there is not enough text.
+
+    Each is documentation of numpy, in the end nothing else, or source code of mlx-lm, records in JSON, or passages of
+    the corpus's evaluation. With fewer, easy and hard ones are mixed."""
+    start, passages = sources.start_of(loaded), corpus.passages("evaluation")
+    docs, out = sources.docstrings("numpy"), []
+    ends = (
+        *("", passages["languages"], sources.records(), passages["dialogue"]),
+        *(sources.code("mlx_lm"), passages["mathematics"]),
+    )
+    for place, end in enumerate(ends[:number]):
+        text = sources.BETWEEN.join([*docs[place::TEXTS], end])[-CHARACTERS * count :]
+        tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
         if len(start) + len(tokens) >= count:
             out.append([*start, *tokens[len(start) - count :]])
     return out

@@ -18,7 +18,7 @@ from mlxkv.catalog.aliases import DEFAULT, KV, resolve
 from mlxkv.catalog.folder import Folder, check_folder, fingerprint
 from mlxkv.catalog.gguf import tokens
 from mlxkv.catalog.hub import fetch, require
-from mlxkv.catalog.option_checks import check_weights, dtype_name
+from mlxkv.catalog.option_checks import check_weights, dtype_name, fitting_sizes
 from mlxkv.catalog.reports import LayerReport, summarise
 from mlxkv.catalog.shapes import context_limit, text_config
 from mlxkv.console import user_path
@@ -28,7 +28,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import bound_of, check_fold, parse_kv, warning_of
 from mlxkv.formats.quantizers import Quantizer
 from mlxkv.generate.stops import turn_end
-from mlxkv.loading import agreement
+from mlxkv.loading import agreement, plans
 from mlxkv.loading import weights as reading
 from mlxkv.loading.attach import attach
 from mlxkv.loading.sampling import Sampling
@@ -113,6 +113,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     weights: int | None = None,
     adapter_path: Path | str | None = None,
+    memory: str | int | None = None,
+    context: str | int | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) and attach a cache of preset `kv`.
 
@@ -124,10 +126,15 @@ def load(
     of the kv heads. progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds
     unquantised matrices to 8-bit codes; in a GGUF file, the types for which MLX has no codes. adapter_path: a folder
     with a LoRA adapter, as mlx-lm's `load` takes it; with it, a model has calibrations and sessions of its own.
+    memory, context: turn a share round: the most bits with which so many tokens fit into so many bytes; "12GB" and
+    "64k" are understood. With one of them, the other is this machine's memory, or 32k tokens.
 
     Raises UserError, before heavy work if possible, and MachineError for a full disk.
     """
     # First, so that a typo does not cost a download.
+    chosen = ""
+    if any(x is not None for x in fitting_sizes(kv, memory, context)):
+        kv, chosen = plans.fitting(name, kv, memory, context)
     size, bound = 1 if group is None else group.size(), bound_of(kv)
     if bound is not None and size > 1:
         raise UserError(
@@ -167,9 +174,9 @@ def load(
     if (end := turn_end(tokenizer)) is not None:
         tokenizer.add_eos_token(end)
     mark = fingerprint(folder)
-    context = context_limit(folder.config)
+    longest = context_limit(folder.config)
     place = folder.adapter or folder.path
-    set_origin(model, Origin(source.name, mark, place, tokenizer, context, calibration))
+    set_origin(model, Origin(source.name, mark, place, tokenizer, longest, calibration))
     layers = attach(model, config, strict, fold=fold, group=group)
     if (
         group is not None and size > 1
@@ -186,7 +193,7 @@ def load(
         layers=layers,
         dtype=reading.dtype_of(model),
         fingerprint=mark,
-        context=context,
+        context=longest,
         notes=notes,
         sampling=read_sampling(
             folder.path,
@@ -195,6 +202,9 @@ def load(
             folder.headers[0].metadata if folder.is_gguf else None,
         ),
     )
+    if chosen:
+        loaded.chosen = chosen
+        loaded.notes.append(chosen)
     if bound is not None:
         choice = agreement.choose(loaded, str(kv))
         loaded.kv = parse_kv(choice.preset)

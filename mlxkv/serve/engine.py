@@ -145,7 +145,8 @@ class Engine:
         if o.memory_bytes is not None:
             self._check_room(_least_bytes(o) // self.ranks.size, o.memory_bytes)
         settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, self.ranks.group)
-        self.loaded = load(o.models[0], *settings, weights=o.weights, adapter_path=o.adapter_path)
+        further = {"weights": o.weights, "adapter_path": o.adapter_path}
+        self.loaded = load(o.models[0], *settings, **further, memory=o.memory, context=o.context)
         warm_up(self.loaded)
         return self.loaded.fingerprint
 

@@ -10,11 +10,21 @@ from typing import Annotated
 from typer import Option
 
 from mlxkv.catalog.aliases import DEFAULT, complete_model
-from mlxkv.catalog.option_checks import check_weights, dtype_name, template_arguments
+from mlxkv.catalog.option_checks import check_weights, dtype_name, fitting_sizes, template_arguments
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import requested
-from mlxkv.options import PORT, AdapterPath, Calibration, Dtype, Kv, Strict, Weights
+from mlxkv.options import (
+    PORT,
+    AdapterPath,
+    Calibration,
+    Context,
+    Dtype,
+    Kv,
+    Memory,
+    Strict,
+    Weights,
+)
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
@@ -38,6 +48,8 @@ class ServeOptions:
         ),
     ] = None
     kv: Kv = "int4"
+    memory: Memory = None
+    context: Context = None
     pack: Annotated[
         list[str] | None,
         Option(
@@ -147,6 +159,7 @@ class ServeOptions:
                 )
         requested(self.kv)
         _ = self.packs  # raises for a line that names none
+        fitting_sizes(self.kv, self.memory, self.context)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises for invalid JSON

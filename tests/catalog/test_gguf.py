@@ -31,11 +31,11 @@ from mlxkv.catalog.folder import check_folder, fingerprint
 from mlxkv.catalog.gguf.config import CODES
 from mlxkv.catalog.gguf.header import KINDS
 from mlxkv.catalog.gguf.tokens import end_tokens, special, write_tokenizer
-from mlxkv.doctor.fit import read_plan
 from mlxkv.errors import UserError
 from mlxkv.loading import gguf_weights as gguf
 from mlxkv.loading import weights
 from mlxkv.loading.load import load
+from mlxkv.loading.plans import read_plan
 
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = mx.array([[1, 5, 99, 700, 3000, 17, 8, 2] * 5])

@@ -22,10 +22,10 @@ from mlxkv.catalog.sizes import (
 from mlxkv.cli import main
 from mlxkv.console import human_bytes, parse_size, parse_tokens
 from mlxkv.doctor import fit
-from mlxkv.doctor.fit import plan_of
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.loading.plans import plan_of
 
 QWEN3_4B, GEMMA3_1B = (CONFIGS[name] for name in ("qwen3-4b", "gemma-3-1b"))
 

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 
 from mlxkv.catalog.aliases import CONFIGS, OUTLINES, QUANTIZATION
 from mlxkv.cli import main
-from mlxkv.doctor.fit import known_outline, plan_of
 from mlxkv.loading.outline import outline
+from mlxkv.loading.plans import known_outline, plan_of
 from mlxkv.patching.cache_shapes import layers_of
 
 FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]

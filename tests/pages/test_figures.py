@@ -10,8 +10,8 @@ from experiments.evidence import cells
 from experiments.pages import memory
 from mlxkv.catalog.aliases import CONFIGS, QUANTIZATION
 from mlxkv.catalog.sizes import need
-from mlxkv.doctor.fit import plan_of
 from mlxkv.formats.names import parse_kv
+from mlxkv.loading.plans import plan_of
 
 ROOT = repo_pages.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
