@@ -37,17 +37,12 @@ Memory = Annotated[
     str | None,
     Option(
         "--memory",
-        help="With --kv auto: the most bits that fit into so much memory: 12GB. Default: this machine's.",
-        rich_help_panel="Cache",
+        help="With --kv auto: the most bits that fit into a machine of 12GB. Default: this one's.",
     ),
 ]
 Context = Annotated[
     str | None,
-    Option(
-        "--context",
-        help="With --kv auto: the tokens that must fit: 64k. Default, with --memory: 32k.",
-        rich_help_panel="Cache",
-    ),
+    Option("--context", help="With --kv auto: the tokens that must fit: 64k. Default: 32k."),
 ]
 AdapterPath = Annotated[
     str | None,

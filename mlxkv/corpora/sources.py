@@ -220,10 +220,12 @@ def records() -> str:
 
 def _modules(package: str) -> list[Path]:
     spec = find_spec(package)
-    folder = Path(spec.origin).parent if spec and spec.origin else None
-    found = folder.rglob("*.py") if folder else ()
-    files = [file for file in found if not {"test", "tests"} & set(file.parts)]
-    return sorted(files, key=lambda file: _hash(file.relative_to(folder).as_posix()))
+    if spec is None or spec.origin is None:
+        return []
+    folder = Path(spec.origin).parent
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
+    used = [name for name in files if not {"test", "tests"} & set(name.split("/"))]
+    return [files[name] for name in sorted(used, key=_hash)]
 
 
 def _paragraphs(texts: Iterable[str]) -> set[str]:

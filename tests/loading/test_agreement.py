@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from itertools import product
+from itertools import permutations, product
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +15,7 @@ import mlxkv
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.catalog.sizes import need
 from mlxkv.cli import main
+from mlxkv.corpora.sources import calibration_text
 from mlxkv.errors import UserError
 from mlxkv.formats import agreement as kept
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured
@@ -257,6 +258,53 @@ def test_too_little_text_is_said(model_folder, monkeypatch):
     assert len(agreement.texts_of(loaded, 50_000, TEXTS)) == 2, "source code and records"
     with pytest.raises(UserError, match=r"^\[--kv\] .* 6 texts of 256 tokens; got 5, as numpy"):
         agreement.choose(loaded, "99%")
+
+
+def test_texts_are_of_six_kinds_that_no_calibration_reads(model_folder):
+    loaded = load(str(model_folder), "fp16")
+    texts = [loaded.tokenizer.decode(text[-400:]) for text in agreement.texts_of(loaded, 1536, 6)]
+    used = calibration_text()
+    for text, word in zip(
+        texts, ("", "।", '{"entity": "', "Q: ", "self.", "probability"), strict=True
+    ):
+        assert word in text and text[-60:] not in used
+    assert len(set(texts)) == TEXTS
+    longer = [loaded.tokenizer.decode(text) for text in agreement.texts_of(loaded, 40_000, 6)]
+    assert all(a[5000:5300] not in b for a, b in permutations(longer, 2))
+
+
+def test_the_most_bits_that_fit(model_folder, monkeypatch, capsys):
+    plan, tokens = plans.read_plan(str(model_folder)), 1024
+    size = {x: need(plan, parse_kv(x), tokens).total for x in ("fp16", "int8", DIAL[0])}
+    name = str(model_folder)
+    for preset, memory in (("fp16", size["fp16"]), ("int8", size["fp16"] - 1)):
+        kv, line = plans.fitting(
+            name, "auto", round(memory / 0.75) + 2 * (preset == "fp16"), tokens
+        )
+        assert kv == preset and line.startswith(f"auto: {preset} is the most that fits into ")
+    with pytest.raises(
+        UserError, match=r"^\[--memory\] .* 1,024 tokens do not fit; .* fill-2.25 needs"
+    ):
+        plans.fitting(name, "97%", int(size[DIAL[0]] / 0.75) - 8, tokens)
+    with pytest.raises(
+        UserError, match=r"^\[--context\] longer than the model's context; got 1000000"
+    ):
+        load(name, "auto", context=10**6)
+    monkeypatch.setattr(agreement, "choose", lambda *_: pytest.fail("measured"))
+    loaded = load(name, "auto", memory="16GB", context="256")
+    assert loaded.kv_name == "fp16" and loaded.chosen.endswith("into 16.00 GiB with 256 tokens")
+    options = ["chat", "-m", name, "-p", "a", "--max-tokens", "2", "--memory", "16GB"]
+    assert main([*options, "--kv", "99%"]) == 0
+    assert (
+        "99%: fp16 is the most that fits into 16.00 GiB with 2,048 tokens"
+        in capsys.readouterr().err
+    )
+    assert main(options) == 2
+    assert "[--memory] chooses the bits; got 16GB and --kv int4" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^\[--context\] .* got 8k and --kv 4; write --kv auto"):
+        ServeOptions(model=name, kv="4", context="8k")
+    with pytest.raises(UserError, match=r"^\[--context\]"):
+        ServeOptions(model=name, kv="auto", context="frog")
 
 
 def test_members_of_a_list_of_caches_are_stored_compressed(model_folder, monkeypatch):
