@@ -5,7 +5,8 @@ results are figures of docs/results/papers/PAPER-MODEL.jsonl.gz. --keep FOLDER f
 FOLDER/PAPER/MODEL.jsonl each, without what the page does not need. A picture a paper is drawn from the same rows.
 A text counts once all variants of its task have a row; a model has figures of a task from LEAST such texts on.
 
-Beside them lie codes.jsonl (`experiments.codes_by_triton`) and encode.json (`experiments.papers.encode --out`).
+Beside them lie codes.jsonl (`experiments.codes_by_triton`), encode.json and, of a GPU's machine, encode-h200.json
+(`experiments.papers.encode --out`).
 """
 
 from __future__ import annotations
@@ -206,12 +207,18 @@ class Figures:
             table.append([kind, f"{bits:.2f}", *shown])
         return markdown(table)
 
-    def encode(self, what: str, over: str = "srft", vectors: int = 4096) -> str:
-        """Return the time of a part of encode for a vector, over that of another part of 4,096 at once, by head dim."""
-        rows = json.loads((self.folder / "encode.json").read_text(encoding="utf-8"))["rows"]
-        times = {(x["dims"], x["vectors"], x["what"]): x["nanoseconds"] for x in rows}
-        dims = sorted({dims for dims, _, _ in times})
-        return ", ".join(number(times[d, vectors, what] / times[d, 4096, over]) for d in dims)
+    def encode(
+        self, what: str, over: str = "srft", vectors: int = 4096, of: int = 4096, track: str = ""
+    ) -> str:
+        """Return the time of a part of encode for a vector, over that of another part of `of` at once, by head dim; of
+        tracks of the GPU's machine, as "triton/mlx cpu", over another track's."""
+        file = "encode-h200.json" if track else "encode.json"
+        rows = json.loads((self.folder / file).read_text(encoding="utf-8"))["rows"]
+        times = {(x["track"], x["dims"], x["vectors"], x["what"]): x["nanoseconds"] for x in rows}
+        dims = sorted({dims for _, dims, _, _ in times})
+        ours, _, theirs = (track or "mlx cpu").partition("/")
+        pairs = [(times[ours, d, vectors, what], times[theirs or ours, d, of, over]) for d in dims]
+        return ", ".join(number(a / b) for a, b in pairs)
 
     def humaneval(self) -> str:
         """Return HumanEval's tables, a model each, or that there is none."""

@@ -105,12 +105,23 @@ def test_times_are_those_of_their_rows(tmp_path):
     ]
     parts = {("srft", 4096): 8.0, ("srft", 1): 80.0, ("product", 4096): 2.0}
     rows = [
-        {"dims": dims, "vectors": vectors, "what": what, "nanoseconds": x * dims}
+        {
+            "track": "mlx cpu",
+            "dims": dims,
+            "vectors": vectors,
+            "what": what,
+            "nanoseconds": x * dims,
+        }
         for (what, vectors), x in parts.items()
         for dims in (128, 64)
     ]
     (tmp_path / "encode.json").write_text(json.dumps({"rows": rows}))
-    assert Figures(tmp_path).encode("product") == ".25, .25"
+    quick = [x | {"track": "triton", "nanoseconds": x["dims"] / x["vectors"]} for x in rows]
+    (tmp_path / "encode-h200.json").write_text(json.dumps({"rows": [*rows, *quick]}))
+    figures = Figures(tmp_path)
+    assert figures.encode("product") == ".25, .25"
+    assert figures.encode("product", vectors=4096, of=1, track="triton") == ".00024, .00024"
+    assert figures.encode("srft", vectors=1, of=1, track="mlx cpu/triton") == "80, 80"
     assert Figures(tmp_path).encode("srft", vectors=1) == "10, 10"
 
 
