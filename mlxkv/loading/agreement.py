@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from math import inf, log2
 from typing import Any
 
@@ -24,7 +25,7 @@ import mlx.core as mx
 from mlxkv import console, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus, sources
-from mlxkv.errors import UserError
+from mlxkv.errors import UserError, is_of_memory
 from mlxkv.formats import agreement
 from mlxkv.formats.agreement import DIAL, PLAIN, TEXTS, Choice, Measured, bits_of, percent, short
 from mlxkv.formats.names import bound_of, parse_kv
@@ -110,23 +111,24 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
         near.read(texts, count)
         start = USUAL[0] + _more(USUAL[1], bound)
         at = _first(dial, lambda preset: near.measured(preset, count).low(), bound, start)
-    far, longest = None, near.longest() if at < len(dial) else None
-    if longest is not None:
-        texts = texts_of(loaded, longest[0] + tokens, longest[1])
-    if longest is not None and len(texts) >= FEWEST:
-        far = Readings(loaded, longest[0], tokens)
-        what = f"{asked} behind {far.context:,} tokens"
+    far = None
+    for context, number in near.longer() if at < len(dial) else ():
+        texts = texts_of(loaded, context + tokens, number)
+        if len(texts) < FEWEST:
+            continue
+        far = Readings(loaded, context, tokens)
+        what = f"{asked} behind {context:,} tokens"
         steps = len(texts) * (far.length + tried * tokens)
-        with console.progress(what, steps, "measured once for a model") as count:
-            far.read(texts, count)
-
-            def low(preset: str) -> float:
-                found = far.measured(preset, count)
-                return found.low(None if len(found.same) == TEXTS else near.measured(preset))
-
-            if (share := low(dial[at])) < bound:
-                start = bits_of(dial[at]) + _more(share, bound)
-                at += 1 + _first(dial[at + 1 :], low, bound, start)
+        try:
+            with console.progress(what, steps, "measured once for a model") as count:
+                far.read(texts, count)
+                at = _at_least(dial, at, bound, partial(_low, near, far, count))
+            break
+        except Exception as error:  # MLX has no kind of its own
+            if not is_of_memory(error):
+                raise
+            far = None  # a shorter one is tried
+            mx.clear_cache()
     if at == len(dial):
         missed, spread = (far or near).measured(dial[-1]), near.measured(dial[-1])
         where = f" at {short(missed.context)}" if far else ""
@@ -134,6 +136,20 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
         return Choice(bound, "fp16", None, None, best, today, near.found)
     long = far and far.measured(dial[at])
     return Choice(bound, dial[at], near.measured(dial[at]), long, why, today, near.found)
+
+
+def _low(near: Readings, far: Readings, count: Callable[[int], None], preset: str) -> float:
+    """Return the share that a preset keeps behind a longer context."""
+    found = far.measured(preset, count)
+    return found.low(None if len(found.same) == TEXTS else near.measured(preset))
+
+
+def _at_least(dial: Sequence[str], at: int, bound: float, low: Callable[[str], float]) -> int:
+    """Return the place of the first preset from `at` on that keeps the bound."""
+    if (share := low(dial[at])) >= bound:
+        return at
+    start = bits_of(dial[at]) + _more(share, bound)
+    return at + 1 + _first(dial[at + 1 :], low, bound, start)
 
 
 def _first(presets: Sequence[str], low: Callable[[str], float], bound: float, start: float) -> int:
@@ -210,8 +226,8 @@ class Readings:
             self._found[preset] = Measured(preset, self.context, self.tokens, counts)
         return self._found[preset]
 
-    def longest(self) -> tuple[int, int] | None:
-        """Return the longest context that a minute and the memory allow, and for how many texts; None if none does."""
+    def longer(self) -> Iterator[tuple[int, int]]:
+        """Yield the contexts that a minute and the memory allow, and for how many texts, the longest first."""
         size = sum(cache.nbytes for cache in self._exact) / self.context / len(self._texts)
         for context in LONGER:
             if context <= self.context or context + self.tokens > (self.loaded.context or 0):
@@ -219,8 +235,7 @@ class Readings:
             seconds = self.seconds * context * (1 + context / 16384)  # attention takes longer there
             number = min(TEXTS, int(MINUTE / seconds), int(array_memory() / SHARE / size / context))
             if number >= FEWEST:
-                return context, number
-        return None
+                yield context, number
 
     def _following(self, cache: list, count: Callable[[int], None]) -> mx.array:
         """Return the likeliest token after each of those behind the context, [number, tokens]."""
