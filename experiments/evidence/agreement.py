@@ -36,13 +36,17 @@ def main(arguments: list[str] | None = None) -> None:
     for bound in args.bounds:
         if bound_of(bound) is None:
             raise UserError(f"[--bounds] no share; got {bound!r}; write 99%")
-    texts = Texts(args.texts or args.output.parent / "texts")
-    texts.make()
+    names = HELD if args.held is None else sorted(x.stem for x in args.held.glob("*.txt"))
+    if not names:
+        raise UserError(f"[--held] no .txt file; got {args.held}; name a folder of texts")
+    texts = Texts(args.held or args.texts or args.output.parent / "texts")
+    if args.held is None:
+        texts.make()
     for model in args.models:
-        _measure(args, model, texts)
+        _measure(args, model, texts, names)
 
 
-def _measure(args, model: str, texts: Texts) -> None:
+def _measure(args, model: str, texts: Texts, names: Sequence[str]) -> None:
     startup.whole_float32()
     loaded = load(model, "fp16", dtype=args.dtype, calibration=args.calibration)
     name = Path(model).name.removesuffix(".gguf")
@@ -70,7 +74,7 @@ def _measure(args, model: str, texts: Texts) -> None:
             due = [x for x in around(dial, bits.values()) if (context, x) not in known]
             if not due:
                 continue
-            found = {held: texts.tokens(loaded, held, length + NEXT) for held in HELD}
+            found = {held: texts.tokens(loaded, held, length + NEXT) for held in names}
             kept = {held: tokens for held, tokens in found.items() if tokens is not None}
             readings = Readings(loaded, length, NEXT)
             steps = len(kept) * (length + NEXT * (1 + len(due)))
@@ -149,6 +153,7 @@ def _parser() -> Parser:
     add("--contexts", type=words, default=("1k", "8k", "32k"), help="tokens by commas")
     add("--output", "-o", type=Path, default=Path("runs/agreement.jsonl"), help="rows")
     add("--texts", type=Path, help="folder of texts; default: beside ROWS, made there")
+    add("--held", type=Path, help="a folder of texts (.txt) of your own, in place of the twelve")
     add("--calibration", type=Path, help="default: the model's own")
     add("--dtype", default="float32", help="float32, float16 or bfloat16")
     add("--table", action="store_true", help="print the rows as Markdown, measure nothing")

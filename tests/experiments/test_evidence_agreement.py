@@ -6,6 +6,7 @@ import pytest
 
 from experiments.evidence import agreement as evidence
 from experiments.evidence.texts import TEXTS
+from mlxkv.errors import UserError
 from mlxkv.formats.agreement import DIAL
 from mlxkv.loading import agreement
 
@@ -41,6 +42,17 @@ def test_a_run_goes_on_where_it_stopped(run, capsys):
     run("--table")
     out = capsys.readouterr().out
     assert out.count(f"| `{choice['preset']}` |") >= 2 and "of 12 |" in out
+
+
+def test_texts_of_ones_own(run, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(UserError, match=r"^\[--held\] no .txt file; got .*mine"):
+        run("--held", str(mine))
+    for name in ("a", "b"):
+        (mine / f"{name}.txt").write_text(f"Text {name} has words of its own. " * 99)
+    held = [x["texts"] for x in run("--bounds", "80%", "--held", str(mine)) if "texts" in x]
+    assert held and all(set(x) == {"a", "b"} for x in held)
 
 
 def test_no_text_is_one_that_choices_are_made_on():
