@@ -73,4 +73,8 @@ def fitting_sizes(
             f"[{option}] chooses the bits; got {given} and --kv {kv}; write --kv auto, or leave it out"
         )
     size = parse_size(memory, "--memory", "g") if isinstance(memory, str) else memory
-    return size, parse_tokens(context, "--context") if isinstance(context, str) else context
+    tokens = parse_tokens(context, "--context") if isinstance(context, str) else context
+    for option, x in (("--memory", size), ("--context", tokens)):
+        if x is not None and x < 1:
+            raise UserError(f"[{option}] must be at least 1; got {x}")
+    return size, tokens

@@ -32,7 +32,7 @@ TEXTS = 6
 STUDENT = 2.015  # the 95th percentile of Student's t with TEXTS - 1 degrees of freedom
 DIFFER = 0.3  # standard deviation of what is expected of a text, over its mean (docs/results/agreement.md)
 MADE_BY = (
-    f"{__version__} 3"  # count it up with how a share is measured: kept choices are then made anew
+    f"{__version__} 4"  # count it up with how a share is measured: kept choices are then made anew
 )
 LARGEST = 1 << 20  # bytes of a file
 
@@ -56,10 +56,12 @@ class Measured:
         are fewer; more of them spread wider at a longer context."""
         of = self if len(self.same) == TEXTS or spread is None else spread
         assert len(of.same) == TEXTS
-        changed = self.tokens - fmean(self.same)
+        # Where nothing changed, one token may have: a share is never known to be whole.
+        changed = max(self.tokens - fmean(self.same), 1 / len(self.same))
         least = sqrt(changed + (DIFFER * changed) ** 2) / self.tokens
         wide = max(stdev(of.same) / of.tokens, least)
-        return max(0.0, self.mean - STUDENT * wide * sqrt(1 + 1 / len(self.same)))
+        mean = 1 - changed / self.tokens
+        return max(0.0, mean - STUDENT * wide * sqrt(1 + 1 / len(self.same)))
 
 
 @dataclass(frozen=True)

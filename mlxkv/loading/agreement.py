@@ -229,8 +229,9 @@ class Readings:
     def longer(self) -> Iterator[tuple[int, int]]:
         """Yield the contexts that a minute and the memory allow, and for how many texts, the longest first."""
         size = sum(cache.nbytes for cache in self._exact) / self.context / len(self._texts)
-        for context in LONGER:
-            if context <= self.context or context + self.tokens > (self.loaded.context or 0):
+        whole = (self.loaded.context or 0) - self.tokens
+        for context in dict.fromkeys(min(context, whole) for context in LONGER):
+            if context <= self.context:
                 continue
             seconds = self.seconds * context * (1 + context / 16384)  # attention takes longer there
             number = min(TEXTS, int(MINUTE / seconds), int(array_memory() / SHARE / size / context))

@@ -132,14 +132,14 @@ def load(
     Raises UserError, before heavy work if possible, and MachineError for a full disk.
     """
     # First, so that a typo does not cost a download.
-    chosen = ""
-    if any(x is not None for x in fitting_sizes(kv, memory, context)):
-        kv, chosen = plans.fitting(name, kv, memory, context)
-    size, bound = 1 if group is None else group.size(), bound_of(kv)
+    size, bound, chosen = 1 if group is None else group.size(), bound_of(kv), ""
     if bound is not None and size > 1:
         raise UserError(
             f"[--kv] a share is measured in one process; got {kv} and {size} of them; choose a number of bits"
         )
+    if any(x is not None for x in fitting_sizes(kv, memory, context)):
+        kv, chosen = plans.fitting(name, kv, memory, context)
+        bound = None
     if bound is not None:
         startup.whole_float32()  # that is what a share is measured in
     if bound is not None and fold:

@@ -168,7 +168,7 @@ def most(model: str, plan: ModelPlan, tokens: int, usable: int) -> tuple[str, st
     mark, digest = marks(model)
     if name != "fp16" and mark and (cost := agreement.cost_of(mark, digest, name)) is not None:
         least = "" if cost.preset == name else "at least "
-        line += f"; it keeps {least}{100 * cost.mean:.1f} % of next tokens"
+        line += f"; it keeps {least}{agreement.percent(cost.mean)} % of next tokens at {agreement.short(cost.context)}"
     return name, line
 
 

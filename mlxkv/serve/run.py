@@ -17,7 +17,7 @@ from mlxkv.catalog.rendering import RENDERER
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.generate.usage import Usage
-from mlxkv.loading import quality_check
+from mlxkv.loading import plans, quality_check
 from mlxkv.metal.launch import device_type
 from mlxkv.options import PARENT
 from mlxkv.serve.engine import Engine
@@ -115,6 +115,9 @@ def run_server(options: ServeOptions) -> None:
         return
     if group.size() > 1 and len(options.models) > 1:
         raise UserError(f"[--model] one over several machines; got {', '.join(options.models)}")
+    if options.memory is not None or options.context is not None:
+        for name in options.models[1:]:  # told now, not to a client at first use
+            plans.fitting(name, options.kv, options.memory, options.context)
     try:
         server = Server(options)
     except socket.gaierror as error:

@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations, product
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +25,9 @@ from mlxkv.formats.names import bound_of, parse_kv
 from mlxkv.generate import reading
 from mlxkv.loading import agreement, plans, quality_check, weights
 from mlxkv.loading.load import load
+from mlxkv.serve import engine
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.run import run_server
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +87,35 @@ def test_texts_that_are_alike_by_chance_spread_as_counts_do():
     """Gemma's at 5.5 bits: 15 of 3,072 next tokens. By hand: 2.5 + 2.015 sqrt(2.5 + .75^2) sqrt(7/6) = 6.31 of 512."""
     found = Measured("fill-5.5", 1024, 512, (509, 509, 510, 509, 510, 510))
     assert found.low() == pytest.approx(1 - 6.309 / 512, abs=1e-5)
+
+
+def test_no_change_is_no_proof_of_none():
+    """By hand: one of 3,072 next tokens may change: 1/6 + 2.015 sqrt(1/6 + .05^2) sqrt(7/6) = 1.06 of 512."""
+    found = Measured("int8", 1024, 512, (512,) * 6)
+    assert found.low() == pytest.approx(1 - 1.0619 / 512, abs=1e-5) and found.mean == 1
+
+
+def test_a_choice_is_for_a_calibration_and_a_dtype(model_folder, monkeypatch, short):
+    faked(monkeypatch, {"int4": 0.95, "int8": 0.99})
+    assert load(str(model_folder), "90%", dtype="float32").kv_name == "int4"
+    faked(monkeypatch, {"int4": 0.8, "int8": 0.99})
+    assert load(str(model_folder), "90%", dtype="float32").kv_name == "int4"
+    assert load(str(model_folder), "90%", dtype="float16").kv_name == "int8"
+    found = Measured("int4", 192, 64, (64,) * TEXTS)
+    choice = Choice(0.9, "int4", found, None, "", "2026-11-29", (found,))
+    kept.keep("mark", choice, "a calibration", "x")
+    assert kept.cost_of("mark", "a calibration", "int8") == found
+    assert kept.cost_of("mark", None, "int8") is None
+
+
+def test_few_long_texts_have_the_spread_of_the_short_ones(model_folder, monkeypatch):
+    near, far = agreement.Readings(None, 1024, 1000), agreement.Readings(None, 8192, 1000)
+    near._found["int4"] = Measured("int4", 1024, 1000, (940, 980) * 3)
+    far._found["int4"] = two = Measured("int4", 8192, 1000, (980, 980))
+    low = agreement._low(near, far, lambda _: None, "int4")
+    assert low == two.low(near._found["int4"]) < 0.93
+    far._found["int8"] = six = Measured("int8", 8192, 1000, (980,) * 6)
+    assert agreement._low(near, far, lambda _: None, "int8") == six.low() > 0.96
 
 
 def test_fewer_texts_need_a_wider_margin():
@@ -239,6 +272,8 @@ def test_a_context_without_memory_gives_way_to_a_shorter_one(model_folder, monke
     monkeypatch.setattr(agreement.Readings, "read", reading)
     choice = agreement.choose(load(str(model_folder), "fp16"), "98.5%")
     assert choice.long.context == 256 and choice.preset == "int8"
+    monkeypatch.setattr(agreement, "LONGER", (320,))
+    assert agreement.choose(load(str(model_folder), "fp16"), "98%").long is None
     what = "kernel failed"
     with pytest.raises(RuntimeError, match="kernel failed"):
         agreement.choose(load(str(model_folder), "fp16"), "97.5%")
@@ -327,6 +362,31 @@ def test_the_most_bits_that_fit(model_folder, monkeypatch, capsys):
         ServeOptions(model=name, kv="4", context="8k")
     with pytest.raises(UserError, match=r"^\[--context\]"):
         ServeOptions(model=name, kv="auto", context="frog")
+    for sizes in ({"memory": 0}, {"context": -5}):
+        with pytest.raises(UserError, match="must be at least 1; got"):
+            load(name, "auto", **sizes)
+    monkeypatch.setattr(plans, "machine_memory", lambda: round(size["fp16"] / 0.75) - 8)
+    assert plans.fitting(name, "auto", None, tokens)[0] == "int8"
+    ranks = type("Group", (), {"size": lambda self: 2})()
+    with pytest.raises(UserError, match=r"^\[--kv\] a share is measured in one process"):
+        load(name, "auto", group=ranks, memory="16GB")
+
+
+def test_a_server_takes_the_most_bits_that_fit(model_folder, monkeypatch):
+    seen = {}
+
+    def loading(*args, **options):
+        seen.update(options)
+        raise UserError("read")
+
+    monkeypatch.setattr(engine, "load", loading)
+    options = ServeOptions(model=str(model_folder), kv="auto", memory="16GB", context="1k")
+    with pytest.raises(UserError, match="read"):
+        engine.Engine._load(SimpleNamespace(options=options, ranks=SimpleNamespace(group=None)))
+    assert seen["memory"] == "16GB" and seen["context"] == "1k"
+    two = replace(options, model=[str(model_folder), str(model_folder)], context="1m")
+    with pytest.raises(UserError, match=r"^\[--context\] longer than the model's context"):
+        run_server(two)
 
 
 def test_members_of_a_list_of_caches_are_stored_compressed(model_folder, monkeypatch):
@@ -447,14 +507,14 @@ def test_16_bits_change_no_share(model_folder, monkeypatch):
 
 def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder, monkeypatch):
     loaded = load(str(model_folder), "fp16")
-    loaded.context = 9000
+    loaded.context = 8192 + 64
     monkeypatch.setattr(agreement, "LONGER", (16384, 8192, 4096, 128))
     monkeypatch.setattr(agreement, "array_memory", lambda: 1 << 40)
     readings = agreement.Readings(loaded, 192, 64)
     readings.read(agreement.texts_of(loaded, 256, 2), lambda _: None)
     size = sum(cache.nbytes for cache in readings._exact) / 2 / 192  # bytes a token
     for seconds, found in (
-        (1e-6, (8192, TEXTS)),  # 16,384 is more than the model has
+        (1e-6, (8192, TEXTS)),  # 16,384 is more than the model has; 64 tokens follow
         (20 / 8192 / 1.5, (8192, 3)),  # 20 s a text
         (31 / 8192 / 1.5, (4096, 4)),
         (1e3, None),  # 128 is no longer one
@@ -466,6 +526,17 @@ def test_the_longest_context_is_what_a_minute_and_the_memory_allow(model_folder,
         memory = int(texts * size * 8192 * agreement.SHARE) + 1
         monkeypatch.setattr(agreement, "array_memory", lambda memory=memory: memory)
         assert next(readings.longer(), None) == found
+
+
+def test_the_whole_context_of_a_model_is_measured(model_folder, monkeypatch):
+    """Half of it was, where its context is a power of two."""
+    loaded = load(str(model_folder), "fp16")
+    monkeypatch.setattr(agreement, "LONGER", (512, 256))
+    readings = agreement.Readings(loaded, 192, 64)
+    readings.read(agreement.texts_of(loaded, 256, 2), lambda _: None)
+    for context, found in ((4096, [512, 256]), (512, [448, 256]), (320, [256]), (250, [])):
+        loaded.context = context
+        assert [x for x, _ in readings.longer()] == found
 
 
 def test_a_calibrated_model_has_the_dial(model_folder, monkeypatch):
@@ -506,9 +577,9 @@ def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
     assert data["chosen"] == ["90%: fp16 is the most that fits"]
     load(str(model_folder), "97%")  # tries int8, too
     plan = plans.read_plan(str(model_folder))
-    for name, known in (("int8", "99.0 %"), ("fill-6", "at least 95.0 %")):
+    for name, known in (("int8", "99 %"), ("fill-6", "at least 95 %")):
         usable = need(plan, parse_kv(name), 8192).total
-        line = f"{name} is the most that fits; it keeps {known} of next tokens"
+        line = f"{name} is the most that fits; it keeps {known} of next tokens at 192"
         assert plans.most(str(model_folder), plan, 8192, usable) == (name, line)
     assert plans.most(str(model_folder), plan, 8192, 0)[1].startswith("nothing fits, fill-2.25 is")
     assert main(["fit", "--kv", "auto"]) == 2
