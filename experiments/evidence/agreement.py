@@ -19,6 +19,7 @@ from experiments.options import Parser, words
 from mlxkv import console, startup
 from mlxkv.calibration.fitting import find_calibration
 from mlxkv.errors import UserError
+from mlxkv.eval import intervals
 from mlxkv.formats.agreement import Measured, bits_of
 from mlxkv.formats.names import bound_of
 from mlxkv.loading.agreement import NEXT, Readings, choose, dial_of
@@ -116,8 +117,36 @@ def table(rows: Sequence[dict]) -> str:
                 lines.append(_held(x, context, of))
     if lines:
         head = "model | asked | chosen | context | same next token, % | least of a text | below | enough"
-        out += ["", _table(head), *lines]
+        out += ["", _table(head), *lines, "", summary(rows)]
     return "\n".join(out)
+
+
+def summary(rows: Sequence[dict]) -> str:
+    """Return how many readings of the chosen presets are below, with 95 % over texts; by share and by model; and how
+    many are below the limit that was said at the short context."""
+    below: dict[str, list[bool]] = {}
+    parts: dict[str, list[bool]] = {}
+    limits: list[bool] = []
+    for x in (x for x in rows if "bound" in x):
+        of = [y for y in rows if "texts" in y and all(x[k] == y[k] for k in ("model", "preset"))]
+        for y in of:
+            for text, same in y["texts"].items():
+                low = same < x["bound"] * y["tokens"]
+                for part in (f"{100 * x['bound']:g}%", x["model"]):
+                    parts.setdefault(part, []).append(low)
+                below.setdefault(text, []).append(low)
+                if x["short"] and y["context"] == x["short"]["context"]:
+                    limits.append(same < Measured(**x["short"]).low() * y["tokens"])
+    each = [low for lows in below.values() for low in lows]
+    found = intervals.share([sum(lows) / len(lows) for lows in below.values()])
+    whole = f"{sum(each)} of {len(each)} readings are below, {100 * found.value:.1f} %"
+    if found.known:
+        least, most = found.limits
+        whole += f" [{100 * max(0, least):.1f}, {100 * most:.1f}] over texts"
+    by = ", ".join(f"{part} {sum(lows)} of {len(lows)}" for part, lows in parts.items())
+    return (
+        f"{whole}: {by}. Below the limit said at the short context: {sum(limits)} of {len(limits)}."
+    )
 
 
 def _table(head: str) -> str:

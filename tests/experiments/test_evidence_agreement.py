@@ -69,3 +69,20 @@ def test_neighbours_and_what_would_have_been_enough():
     of = {"int8": [1.0] * 12, "fill-4": [0.98] * 12, "fill-5": [0.99] * 12}
     assert next(evidence._fewest(of, 0.985)) == "fill-5"
     assert next(evidence._fewest(of, 0.5)) == "fill-4"
+
+
+def test_readings_below_are_counted_by_hand():
+    said = {"preset": "int4", "context": 8, "tokens": 100, "same": [98, 98, 98, 98, 98, 98]}
+    choice = {"model": "M", "preset": "int4", "short": said}
+    rows = [choice | {"bound": 0.97}, choice | {"bound": 0.95}]
+    texts = {"a": 97, "b": 94, "c": 96}
+    for context in (8, 16):
+        rows.append(
+            {"model": "M", "preset": "int4", "context": context, "tokens": 100, "texts": texts}
+        )
+    rows.append(rows[-1] | {"preset": "int8"})
+    # Of 97 % b and c are below, of 95 % b; the limit is 98 - 2.015 sqrt(2 + .6^2) sqrt(7/6) = 94.7 of 100.
+    assert evidence.summary(rows) == (
+        "6 of 12 readings are below, 50.0 %: 97% 4 of 6, M 6 of 12, 95% 2 of 6. "
+        "Below the limit said at the short context: 2 of 6."
+    )

@@ -9,7 +9,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, variance
 
 import pytest
 import repo_pages
@@ -390,38 +390,59 @@ def below(preset: str, bound: float, at: int, model: str) -> int:
     return sum(row["top1"] < bound for row in found)
 
 
-def held(file: str) -> tuple[list, list]:
-    """(model, bound, share) of each text on which nothing was chosen, by what was chosen, and (model, bound) of those
-    below."""
-    rows = agreement.read(RESULTS / "agreement" / f"{file}.jsonl")
-    shares = [
-        (x["model"], x["bound"], n / y["tokens"])
-        for x in rows
-        for y in rows
-        if "bound" in x and "texts" in y and (x["model"], x["preset"]) == (y["model"], y["preset"])
-        for n in y["texts"].values()
-    ]
-    return shares, [(model, bound) for model, bound, share in shares if share < bound]
+LOADED = (
+    *("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
+    *("gemma-3-270m", "Qwen2.5-Coder-1.5B-Instruct"),
+)
 
 
 def test_the_page_of_shares_is_that_of_its_rows():
     text = " ".join((RESULTS / "agreement.md").read_text(encoding="utf-8").split())
-    for file in (RESULTS / "agreement").glob("*.jsonl"):
-        made = agreement.table(agreement.read(file)).split("\n\n")
-        assert all(" ".join(part.split()) in text for part in made), file
-    (shares, lost), (now, lost_now) = held("h200"), held("cpu")
-    share = 100 * len(lost) / len(shares)
-    gemma = lost.count(("gemma-3-270m", 0.97))
-    said = f"of {len(shares)} texts on four models {len(lost)} are below their share, {share:.1f} %"
-    assert said in text and f"Gemma's 97 % has {gemma} of the {len(lost)}." in text
-    counts = [[m for m, *_ in of].count("gemma-3-270m") for of in (now, lost_now)]
-    assert len(lost_now) == counts[1], "SmolLM2 loses none"
-    assert f"lose none of {len(now) - counts[0]} texts on which nothing was chosen" in text
-    assert f"Gemma's two lose {counts[1]} of {counts[0]} " in text
+    files = {x.stem: agreement.read(x) for x in (RESULTS / "agreement").glob("*.jsonl")}
+    for file, found in files.items():
+        made = agreement.table(found).split("\n\n")
+        assert len(made) == 3 and all(" ".join(part.split()) in text for part in made), file
+    counts = {}
+    for file, found in files.items():
+        whole, limits = agreement.summary(found).split(". Below")
+        parts = whole.partition(": ")[2].split(", ")
+        counts[file] = whole.partition(":")[0], dict(x.split(" ", 1) for x in parts), limits
+    whole, by, limits = counts["h200"]
+    lost, readings, interval = re.match(
+        r"(\d+) of (\d+) readings are below, (.*) over", whole
+    ).groups()
+    assert (
+        f"of {readings} readings on four models, behind 1K, 8K and 32K tokens, {lost} are below"
+        in text
+    )
+    assert f"{lost} are below, {interval}: of 99 % {by['99%']}, of 97 % {by['97%']};" in text
+    models = "SmolLM2 {}, Qwen 0.5B {}, Gemma {}, Qwen 1.5B {}."
+    assert models.format(*(by[x] for x in LOADED)) in text
+    assert (
+        f"{limits.split(': ')[1].removesuffix('.')} readings of the chosen presets are below"
+        in text
+    )
+    whole, by, limits = counts["h200-others"]
+    assert f"{whole.split(' [')[0]} [" in text
+    assert f"of the texts of other kinds {limits.split(': ')[1]}" in text and by["99%"].startswith(
+        "0 of"
+    )
+    for x in files["h200-others"]:
+        kept = {
+            y["preset"]
+            for y in files["h200-others"]
+            if y.get("bound") == 0.97 and y["model"] == x["model"]
+        }
+        if "texts" in x and x["preset"] in kept:
+            assert {name for name, n in x["texts"].items() if n < 0.97 * x["tokens"]} <= {"csv"}
+    _, by, _ = counts["cpu"]
+    assert f"SmolLM2's two choices lose none of 24, Gemma's {by[LOADED[2]]}." in text
+    assert by[LOADED[0]] == "0 of 24"
+    six = [[t["tokens"] - n for n in t["same"]] for x in files["h200"] for t in x.get("tried", [])]
+    apart = sum(variance(x) - fmean(x) for x in six) / sum(fmean(x) ** 2 for x in six)
+    assert f"the six by {f'{apart**0.5:.2f}'.lstrip('0')} of their mean beyond chance" in text
     assert [below("fill-4.5", 0.97, at, SMOL) for at in (8, 4, 1)] == [5, 1, 0]
     assert "has five of twelve texts below 97 % at 8K" in text and "one of twelve at 4K" in text
-    assert [below("fill-4", 0.97, at, GEMMA) for at in (1, 4)] == [2, 2]
-    assert "`fill-4` has two of twelve texts below it at 1K and at 4K" in text
     assert sorted(below("fill-6", 0.99, 8, model) for model in ALL) == [4, 4, 9]
     assert "`fill-6` has 4 to 9 of twelve texts below 99 % at 8K" in text
     places = [(model, at) for model in ALL for at in (1, 4, 8, 16, 32) if model != SMOL or at < 16]
