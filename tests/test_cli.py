@@ -201,7 +201,6 @@ def test_numbers_and_names_that_users_of_other_tools_type(subtests):
         + [
             ("6", "fill-6"),
             ("12", "int8"),
-            ("20", "fp16"),
             ("3bit", "fill-3"),
             ("q3", "fill-3"),
             ("q2_0", "fill-2"),
@@ -357,3 +356,17 @@ def test_the_chat_in_a_terminal(model_folder, monkeypatch, capsys, tmp_path):
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("99", "got '99'; did you mean 99%?"),
+        ("20", "got '20'; choose from"),
+        ("0", "got '0'; write"),
+    ],
+)
+def test_a_number_that_is_no_bits_is_refused(kv, said, capsys):
+    """99 was full precision in silence."""
+    assert main(["chat", "--kv", kv, "hi"]) == 2
+    assert said in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cuda_track.models.attach_model import attach
 from mlxkv.catalog import folder
 from mlxkv.catalog.aliases import HUB, resolve
 from mlxkv.catalog.folder import fingerprint
+from mlxkv.catalog.gguf.tokens import write_tokenizer
 from mlxkv.catalog.rendering import bound
 from mlxkv.catalog.reports import LayerReport
 from mlxkv.errors import UserError, brief
@@ -62,12 +64,12 @@ def load(
             f"[--model] {name} is a name for MLX weights; got it here; choose a model of "
             "transformers: owner/name on the hub, or a folder"
         )
-    mark, gguf, given = None, {}, {}
+    mark, gguf, given, words = None, {}, {}, {}
     if source.folder is not None:
         checked = folder.check_folder(source.folder)
         mark = fingerprint(checked)
         if checked.is_gguf:
-            gguf = {"gguf_file": checked.path.name}
+            gguf, words = {"gguf_file": checked.path.name}, checked.headers[0].metadata
             # As mlxkv reads it: transformers leaves out head dims of some families, and scaled positions.
             config = {k: v for k, v in checked.config.items() if k != "quantization"}
             given = {"config": AutoConfig.for_model(config.pop("model_type"), **config)}
@@ -88,7 +90,7 @@ def load(
             place, dtype=kind, output_loading_info=True, **gguf, **given
         )
         model, info = loading
-        tokenizer = AutoTokenizer.from_pretrained(place, **gguf)
+        tokenizer = _of_gguf(words) if gguf else AutoTokenizer.from_pretrained(place)
         bound(tokenizer, Path(location))
     except UserError:
         raise
@@ -110,3 +112,10 @@ def load(
         layers=layers,
         fingerprint=mark,
     )
+
+
+def _of_gguf(metadata: dict[str, Any]) -> Any:
+    """Return the tokenizer of a GGUF file as mlxkv builds it: transformers 5.17 splits Gemma's words into pieces."""
+    with TemporaryDirectory() as place:
+        write_tokenizer(metadata, Path(place))
+        return AutoTokenizer.from_pretrained(place)

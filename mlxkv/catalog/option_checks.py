@@ -70,7 +70,8 @@ def fitting_sizes(
     if (memory is not None or context is not None) and bound_of(kv) is None:
         option, given = ("--context", context) if memory is None else ("--memory", memory)
         raise UserError(
-            f"[{option}] chooses the bits; got {given} and --kv {kv}; write --kv auto, or leave it out"
+            f"[{option}] is for --kv auto, the most bits that fit; got {given} and --kv {kv}; add --kv auto, or leave "
+            f"{option} out: a model's whole context is used"
         )
     size = parse_size(memory, "--memory", "g") if isinstance(memory, str) else memory
     tokens = parse_tokens(context, "--context") if isinstance(context, str) else context

@@ -26,6 +26,9 @@ def run_chat(options: ChatOptions) -> None:
             f"[chat] the name of a model, and no question; got {options.asked.strip()!r}; write mlxkv chat -m "
             f"{options.asked.strip()}"
         )
+    first, _, more = (options.asked or "").strip().partition(" ")
+    if more and options.model == DEFAULT and is_model(first):
+        note(f"{first} is read as a word of the question; mlxkv chat -m {first} asks that model")
     source = resolve(options.model)
     require(source)
     if options.saved is not None:

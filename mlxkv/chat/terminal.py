@@ -142,7 +142,8 @@ def figures(session: Session) -> str:
     """Return the length, the speed and the memory in use of the last reply, in a short line."""
     stats, memory = session.stats, session.usage().saving(short=True)
     speed = f"{stats.tokens_per_second:.1f} tokens/s"
-    return f"{stats.generated_tokens} tokens · {speed} · cache {memory}"
+    count = f"{stats.generated_tokens} token{'s' * (stats.generated_tokens != 1)}"
+    return f"{count} · {speed} · cache {memory}"
 
 
 def outlook(session: Session) -> str | None:

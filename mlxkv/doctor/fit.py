@@ -14,7 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mlxkv.catalog.aliases import HUB
-from mlxkv.catalog.sizes import MOST_TOKENS, ModelPlan, longest, need, why_16_bits
+from mlxkv.catalog.sizes import (
+    COMPRESSED,
+    MOST_TOKENS,
+    ModelPlan,
+    longest,
+    need,
+    stored,
+    why_16_bits,
+)
 from mlxkv.console import (
     human_bytes,
     parse_size,
@@ -67,7 +75,7 @@ def run_fit(
         turned = memory is not None and context is not None
         name, line = most(model, plan, tokens, usable) if turned else _kept(model, share)
         presets[name] = parse_kv(name)
-        said.append(f"{share}: {line}" if turned else line)
+        said.append(f"{share} is turned round: {line}" if turned else line)
     rows = [_row(plan, name, cache, tokens, usable) for name, cache in presets.items()]
     data = {
         "model": plan.name,
@@ -226,6 +234,9 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
             file=file,
         )
     for kv in (row["preset"] for row in data["presets"]):
+        others = {stored(x, parse_kv(kv)).label for x in plan.layers if x.kind in COMPRESSED}
+        for other in sorted(others - {parse_kv(kv).label}):
+            print(f"  {kv}: {other} takes its place where mixed bits cannot be used", file=file)
         reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)

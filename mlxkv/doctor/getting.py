@@ -96,15 +96,13 @@ def remove(name: str, yes: bool = False) -> None:
         sizes = hub_cache()
         if repo not in sizes:
             known = [*(x for x in PACKAGES if kept(x)), *sizes]
-            raise UserError(
-                f"[models rm] not downloaded by mlxkv; got {name[:60]!r}; choose from "
-                f"{', '.join(known) or 'nothing: no model is here'}"
-            )
+            choices = f"choose from {', '.join(known)}" if known else "it has downloaded none"
+            raise UserError(f"[models rm] not downloaded by mlxkv; got {name[:60]!r}; {choices}")
         path, size = _hub_folder(repo), sizes[repo]
     if not yes:
         if not sys.stdin.isatty():
             raise UserError(
-                f"[models rm] deletes {human_bytes(size)}; got no terminal to ask at; say --yes"
+                f"[models rm] asks before it deletes {human_bytes(size)}; got no terminal; add --yes to delete"
             )
         try:
             answer = input(f"Delete {name}, {human_bytes(size)}, in {path}? [y/N] ")

@@ -118,10 +118,14 @@ def cost(parts: list[Part], arms: Arms) -> str:
     documents = [part for part in parts if part.task == "retrieval"]
     clauses = []
     if texts:
-        clauses.append(f"{len(texts)} texts of {sum(p.steps for p in texts)} tokens in all")
+        clauses.append(
+            f"{len(texts)} text{'s' * (len(texts) > 1)} of {sum(p.steps for p in texts)} tokens in all"
+        )
     if documents:
         tokens = sum(part.asks["context"] for part in documents)
-        clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
+        clauses.append(
+            f"{len(documents)} document{'s' * (len(documents) > 1)} of {tokens} tokens in all"
+        )
     hint = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
     return f"reading {' and '.join(clauses)}, with {len(arms.names)} caches{hint}"
 

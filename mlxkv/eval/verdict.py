@@ -54,7 +54,8 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
     if "kl_mean" not in row:
         return "green", ""
     if row.get("kl_interval") is None and isfinite(row["kl_mean"]):
-        shortage = f"{row.get('texts', 1)} texts are too few for an interval"
+        count = row.get("texts", 1)
+        shortage = f"{count} text{'s are' if count > 1 else ' is'} too few for an interval"
         return ("green", "") if end == "best" else ("red", shortage)
     low, high = row.get("kl_interval") or [row["kl_mean"]] * 2
     top_low, top_high = row.get("top1_interval") or [row.get("top1", 1.0)] * 2

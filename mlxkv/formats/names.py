@@ -29,6 +29,7 @@ PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16"
 WIDTH = re.compile(r"(?:(?P<kind>int|q|kv)[-_ ]?)?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 THEIRS = re.compile(r"i?q(?P<bits>[2-8])_\w+")  # llama.cpp's other types: q5_1, iq4_nl, q6_k
 DIAL = re.compile(r"\d*\.?\d+")
+MOST_BITS = 16  # of full precision; a larger number is no number of bits
 SMALLEST = (
     2.25  # bits: the fewest that answer questions about long texts (docs/results/pretrained.md)
 )
@@ -63,7 +64,7 @@ def _own_name(name: str) -> str:
     name = name.strip()
     if name in PLAIN_NAMES:
         return "fp16"
-    if DIAL.fullmatch(name):
+    if DIAL.fullmatch(name) and float(name) <= MOST_BITS:
         return dialled(float(name))
     match = WIDTH.fullmatch(name)
     if match and match["kind"] != "int" and match["bits"] in "23":
@@ -173,7 +174,9 @@ def _has_own_name(config: CacheConfig) -> bool:
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
-    if wrong and (match := THEIRS.fullmatch(wrong[0])):
+    if wrong and DIAL.fullmatch(wrong[0]) and LEAST <= float(wrong[0]) <= MOST:
+        close = [f"{wrong[0]}%"]
+    elif wrong and (match := THEIRS.fullmatch(wrong[0])):
         close = [match["bits"] if match["bits"] in "23567" else f"int{match['bits']}"]
     else:
         close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
@@ -187,7 +190,7 @@ def _preset(name: str) -> CacheConfig | None:
         return PRESETS.get(name)
     if not DIAL.fullmatch(number) or not RATES[0] <= float(number) <= RATES[1]:
         raise UserError(
-            f"[--kv] no such number of bits; got {name!r}; write fill-NUMBER, bits a value from "
-            f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
+            f"[--kv] no such number of bits; got {number!r}; write bits a value from {RATES[0]:g} to {RATES[1]:g} "
+            f"with scales, such as {SMALLEST}, or fill-{SMALLEST}"
         )
     return mixed_bits(float(number))

@@ -77,7 +77,7 @@ def file_named(name: str) -> Path:
     if not name.strip():
         raise UserError("[load] no file name; got an empty one")
     path = user_path(name, "load")
-    return path if path.is_file() else path_for(name, "load")
+    return path if path.is_file() or path.suffix in ENDINGS else path_for(name, "load")
 
 
 def entries(

@@ -143,7 +143,7 @@ def run_server(options: ServeOptions) -> None:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     if not options.local and len(options.api_keys) == 1:
         note(
-            "  one key: who has it can tell what others who have it asked (from times and reused tokens); "
+            "  one key: everyone who has it can tell what the others asked (from times and reused tokens); "
             "give each user an --api-key, or let requests name a cache_salt"
         )
     if others := server.models.names[1:]:

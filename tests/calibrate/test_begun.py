@@ -42,20 +42,20 @@ def test_ctrl_c_loses_no_whole_window(model_folder, reading, tmp_path, capsys):
     made.unlink()
     read.clear()
     capsys.readouterr()
-    for at, going_on in ((6, ""), (2, "going on at 84%"), (3, "going on at 84%")):
+    for at, going_on in ((6, ""), (2, "84% was kept"), (3, "84% was kept")):
         stops.add(at)
         with pytest.raises(KeyboardInterrupt):
             load(str(model_folder), "fill-3")
         said = capsys.readouterr().err
         assert "Ctrl-C keeps what is measured, and --kv int4 starts at once" in said
         assert "[calibrate] stopped; what is measured is kept, and the next goes on there" in said
-        assert going_on in said and ("going on" in said) == bool(going_on)
+        assert going_on in said and ("was kept" in said) == bool(going_on)
         (begun,) = path.iterdir()
         assert begun.suffix == ".begun" and begun.stat().st_mode & 0o077 == 0
         stops.clear()
         read.clear()
     load(str(model_folder), "fill-3")
-    assert "going on at 89%" in capsys.readouterr().err and sum(read) == 440
+    assert "89% was kept" in capsys.readouterr().err and sum(read) == 440
     (made,) = path.iterdir()
     assert artifact.read_calibration(made).digest == expected
 

@@ -107,7 +107,8 @@ def test_what_is_no_number_of_bits_is_one_line(subtests):
     for name in ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]:
         with subtests.test(name=name):
             with pytest.raises(
-                UserError, match=r"\[--kv\] no such number of bits.*write fill-NUMBER"
+                UserError,
+                match=r"\[--kv\] no such number of bits.*write bits a value from 0.5 to 8.25",
             ):
                 parse_kv(name)
 

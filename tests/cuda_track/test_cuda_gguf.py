@@ -24,6 +24,10 @@ def test_logits_and_names_are_those_of_mlx(tmp_path, arch):
         mlxkv.load(str(file), "fp16", dtype="float32"),
     )
     assert ours.fingerprint == theirs.fingerprint
+    assert ours.tokenizer.bos_token_id == theirs.tokenizer.bos_token_id
+    for text in corpus.passages("evaluation").values():  # transformers 5.17 split Gemma's words
+        mine = ours.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert mine == theirs.tokenizer.encode(text, add_special_tokens=False)
     tokens = ours.tokenizer("A page of numbers.", add_special_tokens=False)["input_ids"]
     assert tokens == theirs.tokenizer.encode("A page of numbers.", add_special_tokens=False)
     with torch.no_grad():

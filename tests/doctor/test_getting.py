@@ -245,7 +245,7 @@ def test_a_model_is_deleted_when_the_answer_is_yes(tmp_path, monkeypatch, capsys
     folder = hub(tmp_path, monkeypatch)
     other = hub(tmp_path, monkeypatch, "owner/other")
     assert main(["models", "rm", "owner/tiny"]) == 2  # no terminal to ask at
-    assert "say --yes" in capsys.readouterr().err and folder.exists()
+    assert "add --yes to delete" in capsys.readouterr().err and folder.exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer, is_kept in (("", True), ("n", True), ("y", False)):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)

@@ -357,8 +357,11 @@ def test_the_most_bits_that_fit(model_folder, monkeypatch, capsys):
         in capsys.readouterr().err
     )
     assert main(options) == 2
-    assert "[--memory] chooses the bits; got 16GB and --kv int4" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"^\[--context\] .* got 8k and --kv 4; write --kv auto"):
+    assert (
+        "[--memory] is for --kv auto, the most bits that fit; got 16GB and --kv int4"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(UserError, match=r"^\[--context\] .* got 8k and --kv 4; add --kv auto"):
         ServeOptions(model=name, kv="4", context="8k")
     with pytest.raises(UserError, match=r"^\[--context\]"):
         ServeOptions(model=name, kv="auto", context="frog")
@@ -574,7 +577,7 @@ def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
     assert main([*args, "--memory", "16GB", "--context", "256", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [row["preset"] for row in data["presets"]] == ["fp16"]  # the most that fits
-    assert data["chosen"] == ["90%: fp16 is the most that fits"]
+    assert data["chosen"] == ["90% is turned round: fp16 is the most that fits"]
     load(str(model_folder), "97%")  # tries int8, too
     plan = plans.read_plan(str(model_folder))
     for name, known in (("int8", "99 %"), ("fill-6", "at least 95 %")):
