@@ -123,6 +123,10 @@ def _read_config(path: Path, where: str) -> dict:
             raise Unsound("is not the config of a model")
         check_numbers(data, LAYERS)
     except FileNotFoundError:
+        if path.name == "config.json":
+            raise UserError(
+                f"[{where}] config.json is missing; got {str(path.parent)!r}; choose a model folder in the hub's format"
+            ) from None
         raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
     except Unsound as error:
         raise UserError(f"[{where}] {str(path)!r} {error}") from None

@@ -67,6 +67,7 @@ class Server:
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # what others can open
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def serve(self) -> None:
@@ -100,6 +101,13 @@ class Server:
             await asyncio.sleep(0.02)
 
 
+def check_further(options: ServeOptions) -> None:
+    """Raise UserError for models that are loaded later and do not fit, before a client is told."""
+    if options.memory is not None or options.context is not None:
+        for name in options.models[1:]:
+            plans.fitting(name, options.kv, options.memory, options.context)
+
+
 def run_server(options: ServeOptions) -> None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are still saved."""
     log = logging.StreamHandler()
@@ -115,9 +123,7 @@ def run_server(options: ServeOptions) -> None:
         return
     if group.size() > 1 and len(options.models) > 1:
         raise UserError(f"[--model] one over several machines; got {', '.join(options.models)}")
-    if options.memory is not None or options.context is not None:
-        for name in options.models[1:]:  # told now, not to a client at first use
-            plans.fitting(name, options.kv, options.memory, options.context)
+    check_further(options)
     try:
         server = Server(options)
     except socket.gaierror as error:

@@ -295,3 +295,9 @@ def test_bits_of_latents_in_pages():
     assert bits_in_pages(layer, PRESETS["polar"]) == bits_in_pages(layer, PRESETS["fp16"]) == 16
     assert bits_in_pages(LayerShape("full", 8, 128, 128), PRESETS["int4"]) == 4.5
     assert bits_in_pages(LayerShape("sliding", 8, 128, 128, 512), PRESETS["int4"]) == 16
+
+
+def test_a_folder_without_a_model_says_so(tmp_path, capsys):
+    assert main(["fit", "-m", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "config.json is missing; got" in said and said.count(str(tmp_path)) == 2

@@ -27,7 +27,7 @@ from mlxkv.loading import agreement, plans, quality_check, weights
 from mlxkv.loading.load import load
 from mlxkv.serve import engine
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.run import run_server
+from mlxkv.serve.run import check_further
 
 
 @pytest.fixture(autouse=True)
@@ -389,7 +389,7 @@ def test_a_server_takes_the_most_bits_that_fit(model_folder, monkeypatch):
     assert seen["memory"] == "16GB" and seen["context"] == "1k"
     two = replace(options, model=[str(model_folder), str(model_folder)], context="1m")
     with pytest.raises(UserError, match=r"^\[--context\] longer than the model's context"):
-        run_server(two)
+        check_further(two)
 
 
 def test_members_of_a_list_of_caches_are_stored_compressed(model_folder, monkeypatch):

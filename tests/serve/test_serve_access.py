@@ -1,6 +1,7 @@
 """Who may ask: keys, the addresses that guess them, targets, preflights."""
 
 import json
+from socket import gethostname
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +184,9 @@ def test_a_container_reaches_a_server_for_others(model_folder):
     with serving(model_folder, host="0.0.0.0", api_key="secret") as server:
         assert send(server, "GET", "/v1/models", headers=docker)[0] == 401
         docker["Authorization"] = "Bearer secret"
+        assert server.url == f"http://{gethostname()}:{server.server_address[1]}"
+        status, _, said = send(server, "POST", "/v1/embeddings", {"input": "a"}, docker)
+        assert status == 404 and "got /v1/embeddings; chats go to /v1/chat" in said.decode()
         (model,) = get(server, "/v1/models", **docker)["data"]
         asked = {"model": model["id"], "messages": [{"role": "user", "content": "a"}]}
         path = "/v1/chat/completions"

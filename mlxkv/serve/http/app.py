@@ -273,7 +273,9 @@ def refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # raised by Starlette's router
         if request.method == "POST":
             error = Refused(
-                404, "[path] nothing here to POST to; OpenAI's API is at /v1/chat/completions"
+                404,
+                f"[path] nothing here to POST to; got {request.scope['path'][:60]}; chats go to /v1/chat/completions, "
+                "/v1/responses or /v1/messages; embeddings and ollama's API are not served",
             )
         elif error.status_code == 405:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "GET, HEAD").split(", ")))
