@@ -123,7 +123,7 @@ def _read_config(path: Path, where: str) -> dict:
             raise Unsound("is not the config of a model")
         check_numbers(data, LAYERS)
     except FileNotFoundError:
-        if path.name == "config.json":
+        if where != "--model":  # a folder was named, and not this file
             raise UserError(
                 f"[{where}] config.json is missing; got {str(path.parent)!r}; choose a model folder in the hub's format"
             ) from None
