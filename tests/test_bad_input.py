@@ -198,6 +198,7 @@ def test_nan_in_the_logits(chat, tmp_path):
 
 def test_session_files(chat, tmp_path):
     assert "no such file" in chat("--prompt", "hi", "--load", tmp_path / "missing")
+    assert "got 'nope.kvpack'" in chat("--prompt", "hi", "--load", "nope.kvpack")
     assert "no file name" in chat("--prompt", "hi", "--load", "")
     (tmp_path / "notes.safetensors").write_text("hello")
     assert "no safetensors file" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")

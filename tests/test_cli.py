@@ -370,3 +370,14 @@ def test_a_number_that_is_no_bits_is_refused(kv, said, capsys):
     """99 was full precision in silence."""
     assert main(["chat", "--kv", kv, "hi"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_named_in_a_question_is_told(monkeypatch, capsys):
+    def missing(source):
+        raise UserError("[load] not here")
+
+    monkeypatch.setattr("mlxkv.chat.run.require", missing)
+    assert main(["chat", "qwen3-4b what is 2+2?"]) == 2
+    assert "mlxkv chat -m qwen3-4b asks that model" in capsys.readouterr().err
+    assert main(["chat", "what is qwen3-4b?"]) == 2
+    assert "asks that model" not in capsys.readouterr().err

@@ -166,9 +166,9 @@ def check_context(plan: ModelPlan, tokens: int) -> None:
 def most(model: str, plan: ModelPlan, tokens: int, usable: int) -> tuple[str, str]:
     """Return the preset with the most bits that fits, or the smallest, and what is known of its share."""
     order = [*agreement.DIAL, "fp16"]
-    fitting = [x for x in order if need(plan, parse_kv(x), tokens).total <= usable]
-    name = fitting[-1] if fitting else order[0]
-    line = f"{name} is the most that fits" if fitting else f"nothing fits, {name} is the smallest"
+    fits = [x for x in order if need(plan, parse_kv(x), tokens).total <= usable]
+    name = fits[-1] if fits else order[0]
+    line = f"{name} is the most that fits" if fits else f"nothing fits, {name} is the smallest"
     mark, digest = marks(model)
     if name != "fp16" and mark and (cost := agreement.cost_of(mark, digest, name)) is not None:
         least = "" if cost.preset == name else "at least "

@@ -218,13 +218,11 @@ def start(program: Program, options: Options) -> int:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(program.name, run_name="__main__")
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":  # mlx-lm's extra
-            raise
-        raise UserError(
-            f"[run] {program.name} needs lm-eval; got none here; pip install 'mlx-lm[evaluate]'"
-        ) from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "lm_eval":  # mlx-lm's extra
+            raise UserError(
+                f"[run] {program.name} needs lm-eval; got none here; pip install 'mlx-lm[evaluate]'"
+            ) from None
         traceback = error.__traceback__  # without our frames
         while traceback is not None and traceback.tb_frame.f_code.co_filename in INSIDE:
             traceback = traceback.tb_next

@@ -297,6 +297,15 @@ def test_bits_of_latents_in_pages():
     assert bits_in_pages(LayerShape("sliding", 8, 128, 128, 512), PRESETS["int4"]) == 16
 
 
+def test_what_takes_the_place_of_mixed_bits_is_named(capsys):
+    """gpt-oss has sink logits; its fill-4 showed int4's figures without a word."""
+    assert main(["fit", "-m", "gpt-oss-20b", "--kv", "int4,fill-4"]) == 0
+    said = capsys.readouterr().out
+    assert "fill-4: int4 takes its place" in said and "int4: " not in said
+    main(["fit", "-m", "llama-3.1-8b", "--kv", "fill-4"])
+    assert "takes its place" not in capsys.readouterr().out
+
+
 def test_a_folder_without_a_model_says_so(tmp_path, capsys):
     assert main(["fit", "-m", str(tmp_path)]) == 2
     said = capsys.readouterr().err

@@ -427,6 +427,13 @@ def test_the_page_of_shares_is_that_of_its_rows():
     assert f"of the texts of other kinds {limits.split(': ')[1]}" in text and by["99%"].startswith(
         "0 of"
     )
+    few, of_few = re.match(r"(\d+) of (\d+) readings", whole).groups()
+    for name, said in {
+        "README.md": f"kept: {few} of {of_few} readings of other kinds of text were below",
+        "CHANGELOG.md": f"Of {of_few} readings of texts of kinds that no choice reads {few} are below",
+        "docs/guide/presets.md": f"of {of_few} readings of texts of kinds that no choice reads {few} were below",
+    }.items():
+        assert said in repo_pages.ROOT.joinpath(name).read_text(encoding="utf-8")
     for x in files["h200-others"]:
         kept = {
             y["preset"]

@@ -173,6 +173,8 @@ how = sys.argv[1]
 if how == "code": sys.exit(7)
 if how == "words": sys.exit("enough")
 if how == "raise": raise ValueError("mine")
+if how == "module": raise ModuleNotFoundError("No module named 'gone'", name="gone")
+if how == "lm-eval": raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
 if how == "argv": print(sys.argv[1:], sys.stdin.read(), sys.stdout.errors, __name__)
 if how == "signal": import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)
 """
@@ -199,6 +201,12 @@ def test_what_a_program_sees_and_raises_is_its_own(ends):
     failed = run(ends, "raise")
     assert failed.returncode == 1 and failed.stderr.startswith("Traceback")
     assert "mine" in failed.stderr and "runpy" not in failed.stderr and "mlxkv" not in failed.stderr
+    missing = run(ends, "module")
+    assert missing.returncode == 1 and missing.stderr.startswith("Traceback")
+    assert "gone" in missing.stderr and "mlxkv" not in missing.stderr
+    harness = run(ends, "lm-eval")
+    assert harness.returncode == 2 and harness.stderr.startswith("[run] ")
+    assert "pip install 'mlx-lm[evaluate]'" in harness.stderr
     stopped = run(ends, "signal")
     assert stopped.returncode == 128 + signal.SIGINT and "Traceback" not in stopped.stderr
 
