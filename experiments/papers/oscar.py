@@ -40,7 +40,8 @@ PRESETS = (
     "turbo-int2", "int3", "fill-3", "fill-2.25", "naive-int2", "naive-int4",
 )  # fmt: skip
 EVENED = (
-    "oscar", "oscar+lloyd", "kvarn-k2v2", "kvarn-k4v2", "hadamard-int2", "srft-int2", "srft-int4", "turbo-int2",
+    "oscar", "oscar+layer", "oscar+lloyd", "oscar+centroids", "kvarn-k2v2", "kvarn-k4v2", "hadamard-int2",
+    "srft-int2", "srft-int4", "turbo-int2",
 )  # fmt: skip
 WINDOWS = ((0, 64), (0, 256), (16, 256), (64, 0), (64, 256), (64, 512), (128, 256))  # first, last
 CLIPS = {"keys": 0.96, "values": 0.92}

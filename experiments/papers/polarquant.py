@@ -14,6 +14,7 @@ Han: a rotation, then one radius and 15 angles for 16 dims: 3.875 bits.
     han, han+plain          preconditioned by a random rotation (section 4.1) or not: LongBench 48.29 against 48.11
     han+hadamard            the same by a Hadamard rotation
     ..+offline, ..+online   codebooks of the calibration text, or of each prompt and head (48.37): k-means
+    ..+even                 means of keys off, channels made even before (`rivals.even`)
     channel-4, turbo-4      scalar codes beside: "outperforms KIVI" (46.70)
 TurboQuant: a random rotation, the best scalar codebook, a norm a token (algorithm 1).
     turbo-2.5, turbo-3.5    a quarter of the channels, the largest, with one bit more. The paper calls 32 of 128 at 3
@@ -38,6 +39,7 @@ from cuda_track.codec.affine import half
 from cuda_track.codec.codec import Codec
 from experiments.papers import runner
 from experiments.papers.ratios import ratios
+from experiments.papers.rivals import evened
 from experiments.papers.runner import Layer, Subject, Variant
 from mlxkv import console
 from mlxkv.eval.rows import read
@@ -189,6 +191,7 @@ SPLITS = (
     ("turbo-3.5", 3, 1 / 4),
     ("turbo-3.5+half", 3, 1 / 2),
 )
+EVENED = ("wu-r4t4/fp16", "han")  # `rivals.even` in front
 PAIRS = (
     ("wu-r4t4/fp16", "channel-4+g128/fp16"),
     ("wu-r3t3/fp16", "channel-3+g128/fp16"),
@@ -213,6 +216,8 @@ PAIRS = (
     ("han+plain+offline", "han+offline"),
     ("han+plain+online", "han+online"),
     ("han+hadamard", "han"),
+    ("han+even", "han"),
+    ("wu-r4t4/fp16+even", "wu-r4t4/fp16"),
     ("han+offline", "han"),
     ("han+online", "han+offline"),
     ("han+plain+online", "han+plain+offline"),
@@ -238,7 +243,8 @@ def variants(subject: Subject) -> dict[str, Callable[[], Variant]]:
         store = runner.side_by_side(keys, values)
         return Variant(store, lambda d: (key_bits(d) + value_bits(d)) / 2, page=GROUP, **ends)
 
-    return {name: partial(make, name, sides) for name, sides in forms(subject).items()}
+    out = {name: partial(make, name, sides) for name, sides in forms(subject).items()}
+    return out | {f"{name}+even": partial(evened, out[name]) for name in EVENED}
 
 
 def main(arguments: list[str] | None = None) -> None:
