@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxkv.formats import levels, matrices
 from mlxkv.formats.calibration import balance, layers, mixed_bits, subspace
-from mlxkv.formats.config import BALANCED, CALIBRATED, PCA, SCALED, CacheConfig, Side
+from mlxkv.formats.config import BALANCED, CALIBRATED, PCA, SCALED, SHARED, CacheConfig, Side
 from mlxkv.formats.layout import TREE_BITS
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.quantizers import Affine, Codebook, Half, PolarTree, Quantizer
@@ -261,7 +261,7 @@ class Table:
             yield case, call, golden["out"]
 
     def oscar_rows(self) -> Rows:
-        """Moments of a calibration, and pages behind the spec's rotations."""
+        """Moments of a calibration, and pages behind the spec's rotations, of a kv head and of a layer."""
         for dims, golden in by_dims("oscar"):
             q, k, v = self._inputs(golden)
             transforms = {}
@@ -270,6 +270,10 @@ class Table:
                 r = golden[f"{letter}.r"]
                 transforms[letter] = r, r.swapaxes(-1, -2)
             yield from self._page_rows("oscar", CALIBRATED, dims, golden, transforms)
+        for dims, golden in by_dims("oscar_released"):
+            yield self._moments(f"released.{dims}.k", self._inputs(golden)[0], golden["k.sigma"])
+            transforms = {x: (golden[f"{x}.r"], golden[f"{x}.r"].swapaxes(-1, -2)) for x in "kv"}
+            yield from self._page_rows("released", SHARED, dims, golden, transforms)
 
     def balanced_rows(self) -> Rows:
         """Moments of a calibration, and pages behind the spec's balanced transforms."""
@@ -539,6 +543,12 @@ def shared_rows() -> Rows:
             sigma, r = golden[f"{letter}.sigma"], golden[f"{letter}.r"]
             error = rms(matrices.compose(matrices.eigenbasis(sigma.astype(np.float64))[1]), r)
             name = f"{dims}.{letter}"
+            yield Row("rotations", name, r.size, rms=error, bound=BOUNDS["transforms"])
+    for dims, golden in by_dims("oscar_released"):
+        for letter in "kv":
+            sigma, r = golden[f"{letter}.sigma"].astype(np.float64), golden[f"{letter}.r"]
+            error = rms(matrices.compose(layers.shared_vectors(*matrices.eigenbasis(sigma)[:2])), r)
+            name = f"released.{dims}.{letter}"
             yield Row("rotations", name, r.size, rms=error, bound=BOUNDS["transforms"])
     for dims, golden in by_dims("balanced"):
         for letter in "kv":

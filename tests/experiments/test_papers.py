@@ -19,7 +19,9 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.spec import affine
 from mlxkv.spec import kvarn as kvarn_spec
 from mlxkv.spec import oscar as oscar_spec
+from mlxkv.spec.bounds import BOUNDS, read_golden, rms, under
 
+PAGE = 64  # of golden tensors
 CONTEXT, DECODE = 64 + 64 + 3 * 64 + 10, 12  # as many pages are stored here as in a cache
 
 
@@ -137,21 +139,60 @@ def test_torch_computes_the_laws(subtests, monkeypatch):
             np.testing.assert_allclose(rivals.kvarn_tiles(x, bits, side), expected, atol=1e-9)
             plain = kvarn_spec.coded(x.numpy(), bits, kvarn_spec.AXES[side][1])
             assert np.square(expected - plain).mean() > 1e-4 * x.square().mean()
-    for exact in (True, False):
-        with subtests.test(exact=exact):
-            expected = oscar_spec.four_levels(x.numpy(), exact)
-            np.testing.assert_allclose(oscar.four_levels(x, exact), expected, atol=1e-9)
-    with subtests.test("clip"):
-        np.testing.assert_array_equal(oscar.clipped(x, 0.9), affine.clip_rows(x.numpy(), 0.9))
 
 
-def test_the_released_target_is_that_of_the_spec():
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal((1, heads, 20, 8)) for heads in (4, 2, 2))
-    keys, values, queries = (torch.from_numpy(x) for x in (k[0], v[0], oscar_spec.key_target(q, 2)))
-    layer = runner.Layer(0, keys, values, queries, values)
-    expected = oscar_spec.released_value_target(q, k, v)
-    np.testing.assert_allclose(oscar.target(layer, "values", "released"), expected, atol=1e-12)
+def released():
+    """OSCAR's variants as golden tensors have them: (the tensors, a layer of their keys, values and queries)."""
+    golden = under(read_golden("oscar_released")[0], "16")
+    q = golden["q"].astype(np.float64)
+    np.testing.assert_allclose(oscar_spec.key_target(q, 2), golden["k.sigma"], rtol=1e-6)
+    keys, values, queries = (torch.from_numpy(golden[n]) for n in ("k.x", "v.x", "k.sigma"))
+    return golden, runner.Layer(0, keys[0].float(), values[0].float(), queries, queries)
+
+
+def test_oscars_variants_are_those_of_the_golden_rows(subtests):
+    """The released value target, one rotation a layer, parts of it, the clip, four levels."""
+    golden, layer = released()
+    for letter, side in (("k", "keys"), ("v", "values")):
+        spec = golden[f"{letter}.sigma"]
+        with subtests.test("target", side=side):
+            np.testing.assert_allclose(
+                oscar.target(layer, side, "released"), spec, rtol=1e-6, atol=1e-7 * spec.max()
+            )
+        for name in ("none", "u", "h", "uh", "hp", "uhp"):
+            with subtests.test(parts=name, side=side):
+                own = oscar.rotations(layer, side, "released", name.replace("none", ""), False)
+                own = own.expand(2, -1, -1).numpy()
+                assert rms(own, golden[f"{letter}.{name}"]) < BOUNDS["transforms"]
+        with subtests.test("one a layer", side=side):
+            own = oscar.rotations(layer, side, "released", "uhp", True).numpy()
+            assert rms(own, golden[f"{letter}.r"]) < BOUNDS["transforms"]
+        x = torch.from_numpy(golden[f"{letter}.x"])[:, :, PAGE:].double()
+        with subtests.test("clip", side=side):
+            own = oscar.clipped(x, oscar.CLIPS[side])
+            np.testing.assert_array_equal(own, golden[f"{letter}.clipped"])
+        for name in ("lloyd", "centroids"):
+            with subtests.test(levels=name, side=side):
+                clipped = torch.from_numpy(golden[f"{letter}.clipped"]).double()
+                own = oscar.four_levels(clipped, name == "centroids")
+                np.testing.assert_allclose(own, golden[f"{letter}.{name}"], rtol=1e-6)
+
+
+def test_oscar_as_released_stores_the_golden_codes(subtests):
+    """A page rotated, clipped, coded and rotated back, but for codes at a boundary."""
+    golden, layer = released()
+    for letter, side in (("k", "keys"), ("v", "values")):
+        with subtests.test(side=side):
+            x = torch.from_numpy(golden[f"{letter}.x"])[0, :, :PAGE].float()
+            kinds = ("attention", "released")
+            stored = oscar.oscar_side(layer, side, x, kinds, shared=True, group=16)
+            r = golden[f"{letter}.r"].astype(np.float64)
+            codes, scale, bias = (golden[f"{letter}.{n}"] for n in ("codes", "scale", "bias"))
+            scale, bias = (y.astype(np.float64) for y in (scale, bias))
+            right = affine.affine_decode(codes, scale, bias, 16)[0]
+            near = np.unpackbits(golden[f"{letter}.near"], count=codes.size).reshape(right.shape)
+            off = np.abs(stored.numpy() @ r - right)
+            assert near.mean() < 0.1 and (off[near == 0] < 1e-4 * scale.max()).all()
 
 
 def test_blocks_get_the_bits_that_gain_most():

@@ -25,7 +25,7 @@ TABLES = {
     **golden.methods.TABLES,
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.
-EIGEN = ("oscar", "balanced", "fill_maps")
+EIGEN = ("oscar", "oscar_released", "balanced", "fill_maps")
 # What the wheel has of each table, by the start of a tensor's name: every method, at its smallest head dim.
 SAMPLE = {
     "attention": r"ratio5",
@@ -38,6 +38,7 @@ SAMPLE = {
     "learned": r"rotation",
     "oja": r"16",
     "oscar": r"16",
+    "oscar_released": r"16\.(q|out|[kv]\.(sigma|r|x|codes|scale|bias|near))$",  # what rows read
     "packing": r"64|80\.3",
     "polar_tree": r"64|book|online",
     "scaled": r"32",

@@ -61,7 +61,9 @@ def _mapped(kind: str, layer: Layer, side: str) -> Pair:
     ):  # made of queries alone: a mean of keys changes nothing
         return _orthogonal(basis.rotation())
     if kind == SHARED:
-        return _orthogonal(matrices.compose(shared_vectors(basis)).astype(np.float32))
+        return _orthogonal(
+            matrices.compose(shared_vectors(basis.values, basis.vectors)).astype(np.float32)
+        )
     if kind == SCALED:
         return scaled(channel_scale(basis.peaks))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
@@ -89,9 +91,10 @@ def key_mean(calibration: Calibration, kinds: Kinds, name: str) -> np.ndarray | 
     return calibration.layers[name].keys.mean if is_centred(kinds[0]) else None
 
 
-def shared_vectors(basis: Basis) -> np.ndarray:
-    """Eigenvectors [1, D, D] of the mean moment of a layer's kv heads, as OSCAR's first release rotates."""
-    moments = subspace.read_moment(basis.values, basis.vectors)
+def shared_vectors(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return eigenvectors [1, D, D] of the mean moment of a layer's kv heads, of those of each head (`Basis`), as
+    OSCAR's first release rotates."""
+    moments = subspace.read_moment(values, vectors)
     return matrices.eigenbasis(moments.mean(0, keepdims=True))[1]
 
 

@@ -12,6 +12,8 @@ from mlxkv.spec.cases import LEARNED_SPEC, PAGE_SIDES, SCALED_SIDES
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G
 OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1), (16, 4, 2))  # D, H, G
+RELEASED = (16, 4, 2)  # D, H, G
+PARTS = {"none": "", "u": "u", "h": "h", "uh": "uh", "hp": "hp", "uhp": "uhp"}  # of a rotation
 
 
 def oscar(rng) -> dict:
@@ -41,6 +43,36 @@ def oscar(rng) -> dict:
             transforms[letter] = r, r.swapaxes(-1, -2)
         out |= page(key, q, {"k": k, "v": v}, transforms)
     return out
+
+
+def oscar_released(rng) -> dict:
+    """OSCAR as its code was released: the value target that weighs tokens by what reads them, one rotation for all
+    kv heads of a layer, a page behind it; parts of the rotation of each kv head (table 4); rows after the clip, and
+    their four levels, evenly spaced as released and those of Lloyd and Max."""
+    dims, heads, kv_heads = RELEASED
+    out, total, key = {}, PAGE + 16, f"{dims}"
+    q = rng.standard_normal((1, heads, total, dims)) * np.exp(0.7 * rng.standard_normal(dims))
+    q = q.astype(np.float16).astype(np.float64)
+    tensors = {letter: inputs(rng, 1, kv_heads, total, dims) for letter in "kv"}
+    targets = {
+        "k": oscar_ref.key_target(q, kv_heads),
+        "v": oscar_ref.released_value_target(q, *tensors.values()),
+    }
+    transforms = {}
+    for letter, target in targets.items():
+        sigma = target.astype(np.float32)
+        r = oscar_ref.rotation(sigma.astype(np.float64).mean(0))[None].astype(np.float32)
+        out[f"{key}.{letter}.sigma"], out[f"{key}.{letter}.r"] = sigma, r
+        transforms[letter] = r, r.swapaxes(-1, -2)
+        for name, parts in PARTS.items():
+            own = [oscar_ref.rotation(one.astype(np.float64), parts) for one in sigma]
+            out[f"{key}.{letter}.{name}"] = np.stack(own).astype(np.float32)
+        clipped = ref.clip_rows(tensors[letter][:, :, PAGE:], PAGE_SIDES[letter].clip)
+        out[f"{key}.{letter}.clipped"] = clipped.astype(np.float16)
+        for name, exact in (("lloyd", False), ("centroids", True)):
+            levels = oscar_ref.four_levels(clipped, exact)
+            out[f"{key}.{letter}.{name}"] = levels.astype(np.float32)
+    return out | page(key, q, tensors, transforms)
 
 
 def balanced_pair(out: dict, key: str, noise: np.ndarray, reads: np.ndarray) -> list[np.ndarray]:
@@ -215,6 +247,7 @@ def maps(free: dict[str, np.ndarray], base: str, dims: int) -> tuple[np.ndarray,
 
 TABLES = {  # name: seed, maker, what the header says beside version and seed
     "oscar": (SEED + 5, oscar, {}),
+    "oscar_released": (SEED + 15, oscar_released, {}),
     "balanced": (SEED + 10, balanced, {}),
     "learned": (SEED + 11, learned, {}),
     "scaled": (SEED + 13, scaled, {}),
