@@ -19,12 +19,16 @@ from functools import cache, cached_property
 from math import floor, log10
 from pathlib import Path
 
+import numpy as np
+
 from experiments.options import Parser
 from experiments.papers.ratios import cells, markdown, more_perplexity
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals, plots
 from mlxkv.eval.rows import Row, read
+from mlxkv.formats.matrices import gaussian
+from mlxkv.spec import oscar
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).parent / "papers_page.txt"
@@ -219,6 +223,28 @@ class Figures:
         ours, _, theirs = (track or "mlx cpu").partition("/")
         pairs = [(times[ours, d, vectors, what], times[theirs or ours, d, of, over]) for d in dims]
         return ", ".join(number(a / b) for a, b in pairs)
+
+    def surrogate(self, dims: int = 64, bases: int = 256) -> str:
+        """Return how far above the eigenvectors' surrogate (OSCAR, theorem 1) other orthogonal bases come, for a target
+        of `dims` dims that differ, and variances of codes against its order."""
+        spread = np.exp(gaussian((dims,), 1))
+        rows = gaussian((4 * dims, dims), 0) * spread
+        target, variances = rows.T @ rows / len(rows), np.sort(np.exp(gaussian((dims,), 2)))[::-1]
+        best = oscar.eigenbasis(target)[1]
+        lowest = oscar.frozen_error(target, best, variances)
+
+        def over(basis: np.ndarray) -> float:
+            return oscar.frozen_error(target, basis, variances) / lowest
+
+        noise = gaussian((bases, dims, dims), 3)
+        apart = min(over(x) for x in np.linalg.qr(noise)[0])
+        near = min(over(best @ x) for x in np.linalg.qr(np.eye(dims) + 1e-3 * noise)[0])
+        named = (number(over(x)) for x in (oscar.mixing(dims, False), np.eye(dims)))
+        return (
+            f"of {bases} random bases of {dims} dims the lowest has {number(apart)} times the eigenvectors', of as "
+            f"many turned a little {number(1e6 * (near - 1))} millionths more; Hadamard {next(named)}, "
+            f"no rotation {next(named)}"
+        )
 
     def humaneval(self) -> str:
         """Return HumanEval's tables, a model each, or that there is none."""

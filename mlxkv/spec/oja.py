@@ -108,14 +108,6 @@ def salient(p: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-p.sum((1, 2)), axis=-1, kind="stable")[:, :count], axis=-1)
 
 
-def exempt(prompt: int, start: int, recent: int) -> np.ndarray:
-    """Return which tokens of a prompt stay in full rank for good, [prompt] booleans (section 5.1, Algorithm 1,
-    line 7): the first `start` and the last `recent`. Caches do so where they are asked to ("pinned"); else
-    the last tokens are exempt only while they are among the last `recent` of all (`affine.split`)."""
-    at = np.arange(prompt)
-    return (at < start) | (at >= prompt - recent)
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokens stored with U_old when the basis has become U_new. Algorithm 1 has no such step.
 

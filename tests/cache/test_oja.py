@@ -217,7 +217,7 @@ def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
 def test_the_last_tokens_of_a_prompt_stay_exact_for_good():
     """OjaKV, section 5.1. By default the window slides on: what ended a prompt is stored in the end."""
     plain, pinned = cache("oja-r24"), cache("oja-r24+pinned")
-    keys = np.array(data(150, 1))[:, :, spec.exempt(150, start=4, recent=16)]
+    keys = np.array(data(150, 1))[:, :, np.r_[:4, 134:150]]  # the first 4 and the last 16
 
     def holds(one):
         view = one.keys_and_values()[0]
