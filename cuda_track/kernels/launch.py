@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol, cast
@@ -37,6 +37,7 @@ QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, an
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 LOG2E = math.log2(math.e)
+TABLES = ("angles", "products")  # by which polar keys may be read (`Launch`)
 
 
 class Kernel(Protocol):
@@ -76,7 +77,8 @@ class Launch:
 
     warps: of a program. programs: on one multiprocessor, by which splits are sized. stages: of its
     pipeline. registers: of a thread at most, 0 for the compiler's choice. early: the next kernel may start
-    while it runs.
+    while it runs. table: how polar keys look their angles up: "" computes a cosine and a sine a pair, "angles" looks
+    both up and rebuilds the pair, "products" looks up its product with a row of queries (Wu, 2502.00527).
     """
 
     warps: int = 1
@@ -84,6 +86,7 @@ class Launch:
     stages: int = 3
     registers: int = 0
     early: bool = False
+    table: str = ""
 
     def options(self, device: torch.device) -> dict[str, object]:
         """Return how Triton launches the kernel."""
@@ -99,8 +102,8 @@ MEASURED = {
 }
 
 
-def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch:
-    """Return the launch of attention for caches of these layouts."""
+def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int, table: str = "") -> Launch:
+    """Return the launch of attention for caches of these layouts; polar keys look their angles up by `table`."""
     keys, values = layouts
     if isinstance(keys, BlockLayout) or isinstance(values, BlockLayout):
         return launch(dims, 0, padded)
@@ -108,9 +111,9 @@ def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch
     if (
         padded == LEAST_ROWS and wide and dims > 64
     ):  # not measured yet; four warps of 256 dims: see `launch`
-        warps = 8 if keys.kind == "polar" and dims > 128 else 2
-        return Launch(warps, max(1, 10 // warps))
-    return launch(dims, values.bits, padded)
+        warps = 8 if keys.kind == "polar" and dims > 128 else 4 if table == "products" else 2
+        return Launch(warps, max(1, 10 // warps), table=table)
+    return replace(launch(dims, values.bits, padded), table=table)
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
@@ -218,7 +221,7 @@ def attend(
         *(or_else(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, at.rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        C=attend_constants(pages.layouts, options),
+        C=attend_constants(pages.layouts, options, tuned.table, at.rows),
         **early,
         **tuned.options(at.device),
     )
@@ -353,8 +356,11 @@ def by_ptx() -> bool:
     return not interpreted() and torch.version.hip is None
 
 
-def attend_constants(layouts: tuple[Layout, Layout], options: dict) -> NamedTuple:
-    """Return what a kernel of attention over pages of these layouts is compiled for."""
+def attend_constants(
+    layouts: tuple[Layout, Layout], options: dict, table: str = "", rows: int = 0
+) -> NamedTuple:
+    """Return what a kernel of attention over pages of these layouts is compiled for. table: of `Launch`, for polar keys
+    and so many rows of queries."""
     keys, values = layouts
     if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
         from cuda_track.kernels.mixed_bits import MixedConstants, block_constants
@@ -366,6 +372,9 @@ def attend_constants(layouts: tuple[Layout, Layout], options: dict) -> NamedTupl
 
     assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
     sides = both(lambda at: SideConstants(**constants_of(at), KIND=at.kind), (keys, values))
+    if table and keys.kind == "polar":
+        of_keys = sides[0]._replace(TABLE=table, ROWS=rows if table == "products" else 0)
+        sides = of_keys, sides[1]
     channel = keys.channel_tokens
     return Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **options)
 

@@ -225,6 +225,14 @@ CASES = {
         attending(POLAR, SHORT, T=32, PAGE=128, CHANNEL=128),
         *(("int4", 128), 2),
     ),
+    **{
+        f"attend polar keys by a table of {table}": (
+            attend_kernel,
+            attending(POLAR | {"TABLE": table, "ROWS": rows}, SHORT, T=32, PAGE=128, CHANNEL=128),
+            *(("int4", 128), warps),
+        )
+        for table, rows, warps in (("angles", 0, 2), ("products", 4, 4))
+    },
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
