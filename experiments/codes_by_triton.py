@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cuda_track import bench
-from cuda_track.golden.kernels import codes_rows
+from cuda_track.golden.kernels import codes_rows, encode_rows
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.errors import UserError
@@ -35,7 +35,7 @@ def measure(path: Path, cases: tuple[str, ...] = CASES, formats: tuple[str, ...]
             print(json.dumps(row), file=file, flush=True)
 
         if not lines:
-            golden = list(codes_rows())
+            golden = [*encode_rows(), *codes_rows()]
             if wrong := [str(row) for row in golden if not row.ok]:
                 raise UserError(f"[codes_by_triton] golden rows are wrong; got {'; '.join(wrong)}")
             for row in golden:

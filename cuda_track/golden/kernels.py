@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -50,15 +51,48 @@ def quantize_rows() -> Iterator[Row]:
         for keys in (True, False):
             if not isinstance(quantizer, Affine) or layout.why_not(quantizer, dims, page, keys):
                 continue
-            at = layout.PlaneLayout(quantizer, dims, page, keys)
-            pool = Pool()
-            places = pool.reserve(x.shape[0], Record((at, at)), x.shape[1], x.device)
-            launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
-            pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
-            codes = packing.unpack(at.restore(pages)["codes"], quantizer.bits, dims)
+            codes = packing.unpack(_quantized(side, x, keys)["codes"], quantizer.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
             pair = TABLE.array(codes), tensors[f"{key}.codes"]
             yield compare_codes("seal", case, *pair, tensors[f"{key}.near"])
+
+
+def _quantized(side: Side, x: torch.Tensor, keys: bool) -> Stored:
+    """Quantize a page x [1, G, T, D] into a pool: its tensors as files have them."""
+    (_, heads, page, dims), quantizer = x.shape, side.quantizer
+    assert isinstance(quantizer, Affine | Codebook | Polar)
+    at, pool = layout.PlaneLayout(quantizer, dims, page, keys), Pool()
+    places = pool.reserve(1, Record((at, at)), heads, x.device)
+    launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
+    return at.restore({n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()})
+
+
+def encode_rows() -> Iterator[Row]:
+    """Yield rows of codes and numbers that Triton makes of codebooks and of polar keys."""
+    for table, numbers in (("codebook", ("scale",)), ("polar", POLAR_NUMBERS)):
+        golden, _ = read_golden(table)
+        for key in bounds.keys(golden):
+            dims, bits = map(int, key.split(".")[:2])
+            case, x = under(golden, key), TABLE.floats(golden[f"{dims}.x"])
+            quantizer = Codebook(bits) if table == "codebook" else METHODS[table].quantizers[key]
+            for keys in (True, False):
+                if layout.why_not(quantizer, dims, x.shape[2], keys):
+                    continue
+                side = Side(quantizer, "random" if table == "codebook" else "none")
+                found, end = _quantized(side, x, keys), ", keys" if keys else ", values"
+                off = {n: steps_off(TABLE.array(found[n]), case[n]) for n in numbers}
+                if table == "codebook":
+                    codes = TABLE.array(packing.unpack(found["codes"], bits, dims))
+                    row = compare_codes(table, f"{key}{end}", codes, case["codes"], case["near"])
+                    yield replace(row, wrong=row.wrong + off["scale"])
+                    continue
+                pair = TABLE.words(found["codes"]), case["codes"]
+                ours, right = (METHODS[table].codes(quantizer, y, dims) for y in pair)
+                for part, codes in ours.items():
+                    ties, label = mask_at(case[f"near_{part}"], codes.size), f"{table}.{key}.{part}"
+                    yield compare_codes("encode", f"{label}{end}", codes, right[part], ties)
+                for name, wrong in off.items():
+                    yield Row("encode", f"{table}.{key}.{name}{end}", case[name].size, wrong=wrong)
 
 
 def attention_rows(table: str = "attention") -> Iterator[Row]:
@@ -197,5 +231,6 @@ TABLES = (
     attention_rows,
     partial(attention_rows, "softcap"),
     mixed_bits_rows,
+    encode_rows,
     codes_rows,
 )

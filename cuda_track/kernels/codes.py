@@ -66,6 +66,13 @@ def level(dims, bits, i):
 
 
 @triton.constexpr_function
+def boundary(dims, bits, i):
+    """Return what parts levels i and i + 1 of a codebook."""
+    table = _levels(dims, bits)
+    return (table[i] + table[i + 1]) / 2
+
+
+@triton.constexpr_function
 def lookup(dims, bits):
     """Return PTX that makes two words of 16 bits, of codes of 2 or 4 bits, into planes of two levels each, float16.
 

@@ -1,4 +1,5 @@
-"""Encode new keys or values into pages of a pool, in Triton: rotation, clip, group scales, codes, packing.
+"""Encode new keys or values into pages of a pool, in Triton: rotation, clip, group scales, codes, packing; levels of a
+codebook in place of scales, or keys as radius and angle.
 
 The rotation is a dense product on matrix units. Inputs of 16 bits are exact in it: the matrix is cut
 into three parts of 16 bits whose sum is the float32 one, and products are summed in float32. Inputs
@@ -6,14 +7,14 @@ of 32 bits are multiplied in float32.
 """
 
 # Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportRedeclaration=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportAssignmentType=false, reportRedeclaration=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.codes import at_record
+from cuda_track.kernels.codes import at_record, boundary
 
 HALF_MAX = tl.constexpr(65504.0)
 # Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.
@@ -59,6 +60,15 @@ def _half(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _pair(low, high):
+    """Two float16 in an int32."""
+    return (
+        low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        | high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    )
+
+
+@triton.jit
 def _over(x, divisor: tl.constexpr, FUSED: tl.constexpr):
     """x / whole, rounded as IEEE says; values that `_half` clips may be smaller. FUSED: by two fused
     multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), since division is a
@@ -95,8 +105,20 @@ def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, F
     code = code.to(tl.int32, bitcast=True) & top
     if SYMMETRIC:
         code = tl.where(tl.expand_dims(step, axis) > 0, code, middle)
-    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return code, pair | (bias.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return code, _pair(scale, bias)
+
+
+@triton.jit
+def _leveled(y, R: tl.constexpr, BITS: tl.constexpr):
+    """(codes of y [T, R] in the order of a pool; norms [T, 1] in packed pairs). TurboQuant, alg. 1: of equal distance
+    the level nearer to 0 (`mlxkv.spec.codebook`)."""
+    middle: tl.constexpr = 2 ** (BITS - 1)
+    norm = tl.sqrt_rn(tl.sum(y * y, 1))[:, None]
+    size, code = tl.abs(y), tl.where(y > 0, middle, 0)
+    for i in tl.static_range(middle, 2 * middle - 1):
+        code += (size > boundary(R, BITS, i) * norm).to(tl.int32)
+    scale = _half(norm, HALF_MAX)
+    return code, _pair(scale, tl.zeros_like(scale))
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -107,6 +129,7 @@ def quantize_kernel(
     BITS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr,
     CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
     TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, FUSED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides. CHANNEL: tokens that
     share a scale per channel, T or 0: scales are per token."""
@@ -118,7 +141,7 @@ def quantize_kernel(
     quantize_rows(
         source + t * D, down + g * down_head, words, high, numbers,
         place, (first + t) % PAGE, of_channels, first % PAGE, record,
-        D, R, PAGE, BITS, PLANES, GROUPS, CHANNEL, SYMMETRIC, RANK, KEYS, TURNED, PARTS, BLOCK, FUSED,
+        D, R, PAGE, BITS, PLANES, GROUPS, CHANNEL, SYMMETRIC, RANK, KEYS, TURNED, PARTS, BLOCK, FUSED, KIND,
     )  # fmt: skip
 
 
@@ -128,6 +151,7 @@ def quantize_rows(
     D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
     GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr,
     KEYS: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, FUSED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Quantize T tokens. rows: pointers to them [T]. place, inside: their records, and their places in a page [T].
     of_channels, first_inside: the same of the first, which scales per channel lie by."""
@@ -141,7 +165,9 @@ def quantize_rows(
         y = tl.load(rows[:, None] + r[None, :]).to(tl.float32)
     if RANK > 1:
         y = _clipped(y, RANK)
-    if CHANNEL:
+    if KIND == "codebook":
+        code, pair = _leveled(y, R, BITS)
+    elif CHANNEL:
         code, pair = _coded(y, 0, BITS, SYMMETRIC, FUSED)
     else:
         y = tl.reshape(y, [T, GROUPS, R // GROUPS])
@@ -149,12 +175,10 @@ def quantize_rows(
     code = tl.reshape(code, [T, PLANES, J])
 
     at = inside[:, None] * J + j[None, :] if KEYS else inside[:, None] + j[None, :] * PAGE
-    plane = tl.arange(0, PLANES)[None, :, None]
+    low, top = _packed(code, 0, BITS)
+    _store(at_record(words, place[:, None], record) + at, low)
     if BITS == 3:
-        _store(at_record(words, place[:, None], record) + at, tl.sum((code & 3) << (plane * 2), 1))
-        _store(at_record(high, place[:, None], record) + at, tl.sum((code >> 2) << plane, 1))
-    else:
-        _store(at_record(words, place[:, None], record) + at, tl.sum(code << (plane * BITS), 1))
+        _store(at_record(high, place[:, None], record) + at, top)
     if CHANNEL:
         at = first_inside // CHANNEL * R + r
         tl.store(at_record(numbers, of_channels, record) + at, pair)
@@ -164,6 +188,87 @@ def quantize_rows(
 
 
 @triton.jit
+def _packed(code, first: tl.constexpr, BITS: tl.constexpr):
+    """Return the words [T, J] of codes [T, planes, J] of planes from `first` on, and those of their third bits."""
+    plane = first + tl.arange(0, code.shape[1])[None, :, None]
+    if BITS == 3:
+        return tl.sum((code & 3) << (plane * 2), 1), tl.sum((code >> 2) << plane, 1)
+    return tl.sum(code << (plane * BITS), 1), 0
+
+
+@triton.jit
 def _store(at, words):
     """Store the low bits of int32 words."""
     tl.store(at, words.to(at.dtype.element_ty))
+
+
+# -- Keys as radius and angle (Wu, 2502.00527; `mlxkv.spec.polar`).
+
+PI = tl.constexpr(3.14159265358979)
+
+
+@triton.jit
+def _angle(a, b):
+    """Return the angle of (a, b) in [0, 2 pi), of (0, 0) 0: float32, within 2e-7 of itself. Cephes' polynomial of atanf
+    takes tangents up to .4142: larger ones are turned back by pi / 4."""
+    large, small = tl.maximum(tl.abs(a), tl.abs(b)), tl.minimum(tl.abs(a), tl.abs(b))
+    turned = small > 0.41421356 * large
+    above, below = tl.where(turned, small - large, small), tl.where(turned, small + large, large)
+    x = tl.div_rn(above, tl.where(below > 0, below, 1.0))
+    z = x * x
+    y = ((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1
+    y = y * z * x + x
+    y = tl.where(turned, y + PI / 4, y)
+    y = tl.where(tl.abs(b) > tl.abs(a), PI / 2 - y, y)
+    y = tl.where(a < 0, PI - y, y)
+    return tl.where(b < 0, 2 * PI - y, y)
+
+
+@triton.jit
+def _steps(x, BITS: tl.constexpr):
+    """(codes of x [T, n], 2^BITS steps between the smallest and the largest of its tokens; steps and lows in packed
+    pairs [n])."""
+    low = _half(tl.min(x, 0), HALF_MAX)
+    width = tl.maximum(tl.max(x, 0) - low.to(tl.float32), 0.0)
+    step = _half(width * (1 / 2**BITS), HALF_MAX)
+    size = step.to(tl.float32)
+    size = tl.where(size > 0, size, 1.0)[None, :] + tl.zeros_like(x)
+    code = tl.floor(tl.div_rn(x - low.to(tl.float32)[None, :], size))
+    return tl.minimum(tl.maximum(code, 0.0), 2**BITS - 1.0).to(tl.int32), _pair(step, low)
+
+
+@triton.jit(do_not_specialize=["pages"])
+def quantize_polar_kernel(
+    x, words, high, numbers, places,  # x: [B, G, tokens, R]; places: [B, pages] int64, in the pool
+    x_row, x_head, pages, record,
+    R: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+    RADIUS: tl.constexpr, ANGLE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Grid (pages, G R / 2 / PAIRS, B): PAIRS pairs of the keys of a page, which words of their own hold. Row and head:
+    strides of x. RADIUS, ANGLE: bits, of which BITS are the more."""
+    HALF: tl.constexpr = PLANES // 2
+    J: tl.constexpr = R // PLANES
+    OWN: tl.constexpr = PAIRS // HALF  # words of a token
+    blocks: tl.constexpr = J // OWN
+    page, b = tl.program_id(0), tl.program_id(2)
+    g, heads = tl.program_id(1) // blocks, tl.num_programs(1) // blocks
+    j = tl.program_id(1) % blocks * OWN + tl.arange(0, OWN)
+    t, p = tl.arange(0, PAGE), tl.arange(0, PAIRS)
+    pair = p // OWN * J + tl.program_id(1) % blocks * OWN + p % OWN
+    place = tl.load(places + b * pages + page) * heads + g
+    row = x + b.to(tl.int64) * x_row + g * x_head + page.to(tl.int64) * PAGE * R
+    first = tl.load(row + t[:, None] * R + pair[None, :]).to(tl.float32)
+    second = tl.load(row + t[:, None] * R + R // 2 + pair[None, :]).to(tl.float32)
+    first = tl.minimum(tl.maximum(first, -1e18), 1e18)  # infinities have an angle, too
+    second = tl.minimum(tl.maximum(second, -1e18), 1e18)
+    radii, of_radii = _steps(tl.sqrt_rn(first * first + second * second), RADIUS)
+    angles, of_angles = _steps(_angle(first, second), ANGLE)
+    low, top = _packed(tl.reshape(radii, [PAGE, HALF, OWN]), 0, BITS)
+    more, upper = _packed(tl.reshape(angles, [PAGE, HALF, OWN]), HALF, BITS)
+    at = t[:, None] * J + j[None, :]
+    _store(at_record(words, place, record) + at, low | more)
+    if BITS == 3:
+        _store(at_record(high, place, record) + at, top | upper)
+    at = at_record(numbers, place, record) + pair
+    tl.store(at, of_radii)
+    tl.store(at + R // 2, of_angles)

@@ -23,7 +23,7 @@ from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.layout import Layout, PlaneLayout
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.quantizers import Affine, MixedBits
+from mlxkv.formats.quantizers import Affine, MixedBits, Polar
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
@@ -33,6 +33,7 @@ FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
 QUANTIZED_TOKENS = 128  # tokens that a program encodes at most
+POLAR_VALUES = 4096  # pairs of a page that a program encodes as radius and angle
 QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
@@ -371,10 +372,13 @@ def attend_constants(
     from cuda_track.kernels.decode import Constants, SideConstants
 
     assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
-    sides = both(lambda at: SideConstants(**constants_of(at), KIND=at.kind), (keys, values))
-    if table and keys.kind == "polar":
-        of_keys = sides[0]._replace(TABLE=table, ROWS=rows if table == "products" else 0)
-        sides = of_keys, sides[1]
+
+    def of(at: PlaneLayout) -> SideConstants:
+        by = table if at.kind == "polar" else ""
+        own = rows if by == "products" else 0
+        return SideConstants(**constants_of(at), KIND=at.kind, TABLE=by, ROWS=own)
+
+    sides = both(of, (keys, values))
     channel = keys.channel_tokens
     return Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **options)
 
@@ -440,11 +444,8 @@ def quantize_pages(
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
     if isinstance(at, BlockLayout):
         return _quantize_blocks(code, x, at, side, places)
-    if not isinstance(at.quantizer, Affine):  # by torch ops, put into the pool's order
-        where = torch.as_tensor(places, device=x.device).flatten()
-        for name, pages in at.arrange(code.encode(x)).items():
-            side[name].index_copy_(0, where, pages.flatten(0, 1))
-        return None
+    if isinstance(at.quantizer, Polar):
+        return _quantize_polar(code, x, at, side, places)
     from cuda_track.kernels.encode import quantize_kernel
 
     batch, heads, tokens, dims = x.shape
@@ -464,12 +465,33 @@ def quantize_pages(
             "R": at.dims,
             "T": block,
             "PAGE": at.page,
-            "SYMMETRIC": at.quantizer.symmetric,
+            "SYMMETRIC": isinstance(at.quantizer, Affine) and at.quantizer.symmetric,
+            "KIND": at.kind,
         },
         **{"RANK": at.quantizer.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
         num_stages=QUANTIZE_STAGES if block >= QUANTIZED_TOKENS else 2,
+    )
+
+
+def _quantize_polar(
+    code: Codec, x: torch.Tensor, at: PlaneLayout, side: Stored, places: list[int] | torch.Tensor
+) -> None:
+    from cuda_track.kernels.encode import quantize_polar_kernel
+
+    assert isinstance(at.quantizer, Polar)
+    x = rows_together(code.store(x))  # which is x: pairs of RoPE have no transform
+    batch, heads, tokens, dims = x.shape
+    count, halves = tokens // at.page, at.planes // 2
+    # A page's minima take all of its tokens, so a program has fewer pairs: as many as fill its registers.
+    pairs = min(dims // 2, max(POLAR_VALUES // at.page, halves))
+    cast(Kernel, quantize_polar_kernel)[(count, heads * (dims // 2 // pairs), batch)](
+        *(x, *tensors(side), torch.as_tensor(places, device=x.device)),
+        *(x.stride(0), x.stride(1), count, record.stride(side)),
+        **{"R": dims, "PAGE": at.page, "BITS": at.bits, "PLANES": at.planes, "PAIRS": pairs},
+        **{"RADIUS": at.quantizer.radius, "ANGLE": at.quantizer.angle},
+        num_warps=4,
     )
 
 

@@ -103,7 +103,7 @@ def quantize_filled_kernel(
         quantize_rows(
             rows, down + g * down_head, words, high, numbers,
             place + 0 * inside, inside, place, 0, record,
-            D, R, PAGE, BITS, PLANES, GROUPS, CHANNEL, SYMMETRIC, RANK, KEYS, TURNED, PARTS, BLOCK, FUSED,
+            D, R, PAGE, BITS, PLANES, GROUPS, CHANNEL, SYMMETRIC, RANK, KEYS, TURNED, PARTS, BLOCK, FUSED, "affine",
         )  # fmt: skip
 
 

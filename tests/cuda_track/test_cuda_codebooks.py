@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import CodePages, View
 from cuda_track.codec.codec import Codec
+from cuda_track.golden.kernels import encode_rows
 from cuda_track.kernels import launch, layout
+from cuda_track.kernels.pool import Pool
+from cuda_track.kernels.record import Record
 from experiments import codes_by_triton
 from mlxkv.formats import levels
 from mlxkv.formats.config import CacheConfig, Side
@@ -55,9 +59,9 @@ def filled(case: str) -> tuple[Paged, CodePages, list[torch.Tensor]]:
     assert launch.why_not(config, (dims, dims)) is None
     codecs = tuple(Codec(side, dims, page) for side in sides)
     pair = [torch.randn(batch, heads, PAGES * page, dims) for _ in "kv"]
-    store = Paged(config, codecs)
-    store.append(tuple(pair), PAGES)
     stored = tuple(code.encode(x) for code, x in zip(codecs, pair, strict=True))
+    store = Paged(config, codecs)
+    store.restore(dict(zip(NAMES, stored, strict=True)), PAGES)
     return store, CodePages(codecs, stored, PAGES * page), pair
 
 
@@ -149,6 +153,78 @@ def test_angles_are_looked_up_as_by_the_law(case, table):
     nothing = tuple(torch.randn(batch, kv_heads, 0, dims) for _ in "kv")
     out = launch.attend(q, pages, None, nothing, dims**-0.5, tuned=tuned)
     assert rms(out.numpy(), right) < BOUND
+
+
+# quantizer, dims, page, dtype, keys
+ENCODED = {
+    "codebook of 4 bits": (Codebook(4), 128, 64, torch.bfloat16, True),
+    "codebook of 3 bits": (Codebook(3), 64, 32, torch.float32, False),
+    "codebook of 2 bits": (Codebook(2), 256, 32, torch.float16, False),
+    "polar": (Polar(4, 4), 128, 128, torch.bfloat16, True),
+    "polar 3": (Polar(3, 3), 64, 64, torch.float32, True),
+    "polar 2, 256 dims": (Polar(2, 2), 256, 256, torch.float16, True),
+    "radius and angle of other widths": (Polar(3, 2), 64, 32, torch.float32, True),
+}
+
+
+def quantized(case: str, x: torch.Tensor) -> tuple[layout.PlaneLayout, dict, dict]:
+    """Pages x [B, G, T, D] by the kernel, at places in disorder, and by plain ops."""
+    quantizer, dims, page, _, keys = ENCODED[case]
+    side = Side(quantizer, "random" if isinstance(quantizer, Codebook) else "none")
+    code, at = Codec(side, dims, page), layout.PlaneLayout(quantizer, dims, page, keys)
+    count = x.shape[0] * x.shape[2] // page
+    places, pool = torch.randperm(count).tolist(), Pool()
+    pool.reserve(count, Record((at, at)), x.shape[1], x.device)
+    launch.quantize_pages(code, x, at, pool.sides[0], places)
+    where = torch.tensor(places).view(x.shape[0], -1)
+    return at, at.restore({n: y[where] for n, y in pool.sides[0].items()}), code.encode(x)
+
+
+@pytest.mark.parametrize("case", ENCODED)
+def test_quantizing_gives_the_codes_of_plain_ops(case):
+    _, dims, page, dtype, _ = ENCODED[case]
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 3 * page + 7, dims).to(dtype)[:, :, 7:]
+    x[0, 0, 3] = 0  # a token of zeros
+    x[0, 1, :, 5] = -1.5  # a constant channel
+    x[1, 0, :, dims // 2 + 5] = 0  # angles of 0 and pi
+    at, found, right = quantized(case, x)
+    for name in set(found) - {"codes"}:
+        step = (found[name].float() - right[name].float()).abs()
+        assert (step <= 2**-10 * right[name].float().abs()).all(), name
+    gap = (at._parts(found)[0] - at._parts(right)[0]).abs()
+    assert gap.max() <= 1
+    assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
+
+
+def test_an_infinite_key_has_a_radius_and_an_angle():
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 64, 64)
+    x[0, 0, 3, 5] = x[0, 0, 3, 37] = torch.inf
+    at, found, right = quantized("polar 3", x)
+    assert right["radius_step"].max() == 65504  # the largest number
+    for name in POLAR_NUMBERS:
+        torch.testing.assert_close(found[name], right[name], rtol=2**-10, atol=0)
+    assert (at._parts(found)[0] - at._parts(right)[0]).abs().sum() <= 1
+
+
+@pytest.mark.parametrize("name", ["turbo-int3", "polar"])
+def test_no_torch_op_encodes_pages_of_a_pool(name, monkeypatch):
+    """Which a cache of these presets fills."""
+    config = replace(parse_kv(name), sink=0, recent=0)
+    codecs = tuple(Codec(side, 64, config.page) for side in (config.keys, config.values))
+    monkeypatch.setattr(Codec, "encode", None)
+    store = Paged(config, codecs)
+    store.append(tuple(torch.randn(1, 1, config.page, 64) for _ in "kv"), 1)
+    assert store.count == 1
+
+
+def test_codes_of_the_kernel_are_those_of_the_golden_rows(subtests):
+    rows = list(encode_rows())
+    assert {row.case.split(".")[0] for row in rows} == {"64", "128", "polar"}
+    for row in rows:
+        with subtests.test(case=row.case):
+            assert row.ok, row
 
 
 def test_why_not():

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
-from cuda_track.kernels.encode import quantize_kernel
+from cuda_track.kernels.encode import quantize_kernel, quantize_polar_kernel
 from cuda_track.kernels.mixed_bits import (
     MixedConstants,
     attend_mixed_kernel,
@@ -64,6 +64,7 @@ TYPES = {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"}
     },
 }
+TYPES[quantize_polar_kernel] = TYPES[quantize_kernel]
 TYPES[attend_mixed_kernel] = {
     **TYPES[attend_kernel],
     **dict.fromkeys(("k_words", "v_words"), "*i16"),
@@ -131,7 +132,7 @@ QUANTIZE = {
     "PARTS": 3,
     "BLOCK": 32,
 }
-QUANTIZE["FUSED"] = True
+QUANTIZE |= {"FUSED": True, "KIND": "affine"}
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
@@ -254,6 +255,19 @@ CASES = {
             ("int2", 128),
             4,
         ),
+    ),
+    "quantize codebook": (
+        quantize_kernel,
+        {**QUANTIZE, **CODEBOOKS[4], **BY_TOKEN, "RANK": 1, "KEYS": True},
+        *(("int4", 128), 8),
+    ),
+    "quantize polar keys": (
+        quantize_polar_kernel,
+        {
+            **{"R": 128, "PAGE": 128, "BITS": 4, "PLANES": 4},
+            **{"RADIUS": 4, "ANGLE": 4, "PAIRS": 32},
+        },
+        *(("int4", 128), 4),
     ),
     "dequantize": (
         *(
