@@ -189,11 +189,14 @@ def quantize_rows(
 
 @triton.jit
 def _packed(code, first: tl.constexpr, BITS: tl.constexpr):
-    """Return the words [T, J] of codes [T, planes, J] of planes from `first` on, and those of their third bits."""
+    """Return the words [T, J] of codes [T, planes, J] of planes from `first` on, and those of third bits."""
     plane = first + tl.arange(0, code.shape[1])[None, :, None]
     if BITS == 3:
-        return tl.sum((code & 3) << (plane * 2), 1), tl.sum((code >> 2) << plane, 1)
-    return tl.sum(code << (plane * BITS), 1), 0
+        words, third = tl.sum((code & 3) << (plane * 2), 1), tl.sum((code >> 2) << plane, 1)
+    else:
+        words = tl.sum(code << (plane * BITS), 1)
+        third = words  # for nobody
+    return words, third
 
 
 @triton.jit

@@ -392,7 +392,8 @@ def test_kernels_compile_for_hopper(tmp_path):
     kept = str(build.cache_dir() / "triton")
     env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": kept}
     env.pop("TRITON_INTERPRET")
-    names = "attend int4", "quantize", "quantize polar keys", "quantize codebook"
+    names = "attend int4", "quantize", "quantize polar keys of 4 bits"
+    names += "quantize codebook of 4 bits", "quantize codebook of 3 bits"
     names += "vllm attend mixed bits", "vllm quantize"
     command = [sys.executable, str(script), str(tmp_path), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
