@@ -68,7 +68,6 @@ FORMATS = {
         name: parse_kv(name)
         for name in ("kivi-int2", "turbo-int4", "turbo-int3", "turbo-int2", "polar")
     },
-    **{f"polar+{table}": parse_kv("polar") for table in kernels.TABLES},  # angles looked up
     "fill": CacheConfig(MIXED, MIXED),
 }
 
@@ -221,13 +220,13 @@ def rms_of_kernel(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch:
     return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
-def attention(config: CacheConfig, shape: Shape, launch: Launch) -> tuple[float, int]:
+def attention(config: CacheConfig, shape: Shape) -> tuple[float, int]:
     """Time decode attention. Returns (microseconds, bytes of codes)."""
     copies = [pages_of(config, shape, shape.tokens)]
     size = sum(x.nbytes for side in copies[0].sides for x in side.values())
     copies += [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
     (sink, recent), scale = windows(config, shape), shape.dims**-0.5
-    calls = [lambda x, p=p: kernels.attend(x, p, sink, recent, scale, tuned=launch) for p in copies]
+    calls = [lambda x, p=p: kernels.attend(x, p, sink, recent, scale) for p in copies]
     return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims)[0]), size
 
 
@@ -247,11 +246,11 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
             rows = kernels.padded_rows(shape.heads // shape.kv_heads)
             device = torch.get_default_device()
             layouts = layout.layouts(codecs_of(config, (shape.dims, shape.dims), None, device))
-            launch = kernels.launch_for(layouts, shape.dims, rows, name.partition("+")[2])
+            launch = kernels.launch_for(layouts, shape.dims, rows)
             error = rms_of_kernel(config, replace(shape, batch=1), DTYPE, launch)
             if error > BOUND:
                 raise UserError(f"[bench] {name} is wrong by {error:.2g} with {launch}")
-            micros, size = attention(config, shape, launch)
+            micros, size = attention(config, shape)
             yield Row(case, name, micros, base / micros, size / micros / 1e3, error)
         torch.cuda.empty_cache()
 

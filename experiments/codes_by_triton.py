@@ -18,10 +18,7 @@ from experiments.options import Parser
 from mlxkv import console
 from mlxkv.errors import UserError
 
-FORMATS = (
-    *("int4", "kivi-int2", "turbo-int4", "turbo-int3", "turbo-int2"),
-    *("polar", "polar+angles", "polar+products", "fill"),
-)
+FORMATS = ("int4", "kivi-int2", "turbo-int4", "turbo-int3", "turbo-int2", "polar", "fill")
 CASES = ("b1 32k", "b1 128k")
 
 

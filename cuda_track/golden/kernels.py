@@ -212,12 +212,9 @@ def codes_rows() -> Iterator[Row]:
             scores = golden[f"{dims}.q"].astype(np.float64) @ decoded.swapaxes(-1, -2) * dims**-0.5
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             none = torch.zeros(1, 1, 0, dims), torch.zeros(1, 1, 0, dims)
-            for way in ("", *launch.TABLES) if table == "polar" else ("",):
-                tuned = launch.launch_for(pages.layouts, dims, launch.LEAST_ROWS, way)
-                out = TABLE.array(launch.attend(q, pages, None, none, dims**-0.5, tuned=tuned))
-                far = rms(out, weights / weights.sum(-1, keepdims=True) @ mixed)
-                case = f"attention.{key}, by a table of {way}" if way else f"attention.{key}"
-                yield Row(table, case, out.size, rms=far, bound=WEIGHTS_BOUND)
+            out = TABLE.array(launch.attend(q, pages, None, none, dims**-0.5))
+            far = rms(out, weights / weights.sum(-1, keepdims=True) @ mixed)
+            yield Row(table, f"attention.{key}", out.size, rms=far, bound=WEIGHTS_BOUND)
 
 
 def _levels(codes: np.ndarray, scale: np.ndarray, bits: int) -> Stored:

@@ -118,7 +118,7 @@ def gain_bits(i, BITS: tl.constexpr):
 
 
 @triton.jit
-def code_of(words, high, i: tl.constexpr, BITS: tl.constexpr):
+def _code(words, high, i: tl.constexpr, BITS: tl.constexpr):
     """Codes of plane i, int32."""
     wide = words.to(tl.int32)
     if BITS == 3:
@@ -135,7 +135,7 @@ def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 2:
         code = (wide >> (i // 5 * 10)) & (3 << (i % 5 * 2))
     else:
-        code = code_of(words, high, i, BITS)
+        code = _code(words, high, i, BITS)
     return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -194,7 +194,7 @@ def level_planes(
         )
     out = ()
     for i in tl.static_range(PLANES):
-        out += (level_of(code_of(words, high, i, BITS), R, BITS).to(tl.float16),)
+        out += (level_of(_code(words, high, i, BITS), R, BITS).to(tl.float16),)
     return out
 
 

@@ -25,7 +25,6 @@ from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import (
     OFFSET,
     at_record,
-    code_of,
     cos_and_sin,
     gain_bits,
     halves,
@@ -37,15 +36,12 @@ LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different 
 
 
 class SideConstants(NamedTuple):
-    """How the codes of one side are read. GROUPS: scales of a token. KIND: "affine", "codebook" or "polar". TABLE: how
-    polar keys look their angles up (`Launch`). ROWS: of queries, for a table of products."""
+    """How the codes of one side are read. GROUPS: scales of a token. KIND: "affine", "codebook" or "polar"."""
 
     BITS: int
     PLANES: int
     GROUPS: int
     KIND: str = "affine"
-    TABLE: str = ""
-    ROWS: int = 0
 
 
 class Constants(NamedTuple):
@@ -106,60 +102,17 @@ def _unpacked(words, high, R: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexp
 
 
 @triton.jit
-def _tables(q, numbers, J: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr):
-    """Return tables [2^bits, J] of a page of polar keys, for each plane of angles: cosines and sines at the middles of
-    all steps, as pairs of float16; of "products" for each row of queries a cos + b sin (Wu, 2502.00527)."""
+def _polar_scores(s, k, q, numbers, J: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr):
+    """s [T, N] + keys q: planes k hold radii and then angles, and a pair of dims is rebuilt from both.
+
+    The paper's look-up instead takes a table of 2^bits products for each pair and row of queries, anew for each page:
+    as many products for N rows of 128 tokens, and a gather of 32 bits from shared memory for each code and row, where
+    matrix units multiply here."""
     HALF: tl.constexpr = SIDE.PLANES // 2
-    ROWS: tl.constexpr = SIDE.ROWS
-    middles = tl.arange(0, 2**SIDE.BITS).to(tl.float32) + 0.5
-    out = ()
-    for i in tl.static_range(HALF):
-        step, low = halves(tl.load(numbers + (HALF + i) * J + tl.arange(0, J)))
-        cos, sin = cos_and_sin(low[None, :] + middles[:, None] * step[None, :], ASM)
-        if SIDE.TABLE == "angles":
-            pair = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            sin = sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-            out += (pair | sin << 16,)
-        else:
-            for row in tl.static_range(ROWS):
-                out += (_row(q[i], row)[None, :] * cos + _row(q[HALF + i], row)[None, :] * sin,)
-    return out
-
-
-@triton.jit
-def _row(q, row: tl.constexpr):
-    """Return a row of queries of one plane, q [J, N]: float32 [J]."""
-    n = tl.arange(0, q.shape[1])
-    return tl.sum(tl.where(n[None, :] == row, q.to(tl.float32), 0.0), 1)
-
-
-@triton.jit
-def _polar_scores(
-    s, k, q, words, high, tables, numbers, J: tl.constexpr, SIDE: tl.constexpr, ASM: tl.constexpr
-):
-    """s [T, N] + keys q: planes k hold radii and then angles. A pair of dims is rebuilt from both for matrix units, its
-    cosine and sine computed or, of a table of "angles", looked up. Of "products" (the paper's) nothing is rebuilt:
-    each row looks the product of its pair with an angle up, times the radius."""
-    HALF: tl.constexpr = SIDE.PLANES // 2
-    ROWS: tl.constexpr = SIDE.ROWS
-    n = tl.arange(0, s.shape[1])
-    if SIDE.TABLE == "products":
-        for row in tl.static_range(ROWS):
-            sums = tl.zeros([s.shape[0], J], tl.float32)
-            for i in tl.static_range(HALF):
-                code = code_of(words, high, HALF + i, SIDE.BITS)
-                radius = _middle(k[i], numbers + i * J, i, J, SIDE.BITS)
-                sums += radius * tl.gather(tables[i * ROWS + row], code, 0)
-            s += tl.where(n[None, :] == row, tl.sum(sums, 1)[:, None], 0.0)
-        return s
     for i in tl.static_range(HALF):
         radius = _middle(k[i], numbers + i * J, i, J, SIDE.BITS)
-        if SIDE.TABLE == "angles":
-            code = code_of(words, high, HALF + i, SIDE.BITS)
-            cos, sin = halves(tl.gather(tables[i], code, 0))
-        else:
-            angle = _middle(k[HALF + i], numbers + (HALF + i) * J, HALF + i, J, SIDE.BITS)
-            cos, sin = cos_and_sin(angle, ASM)
+        angle = _middle(k[HALF + i], numbers + (HALF + i) * J, HALF + i, J, SIDE.BITS)
+        cos, sin = cos_and_sin(angle, ASM)
         s = tl.dot((radius * cos).to(tl.float16), q[i], s)
         s = tl.dot((radius * sin).to(tl.float16), q[HALF + i], s)
     return s
@@ -309,10 +262,7 @@ def pages_of_codes(
             if C.K.KIND == "polar":
                 kn = at_record(k_numbers, place, C.RECORD)
                 scaled, extra = factor, tl.zeros([N], tl.float32)
-                if step == 0:
-                    tables = _tables(q, kn, KJ, K, C.ASM) if K.TABLE != "" else ()
-                s = tl.zeros([T, N], tl.float32)
-                s = _polar_scores(s, k, q, kw, kh, tables, kn, KJ, K, C.ASM)
+                s = _polar_scores(tl.zeros([T, N], tl.float32), k, q, kn, KJ, K, C.ASM)
             elif C.CHANNEL:
                 if step * T % C.CHANNEL == 0:
                     kn = at_record(k_numbers, place, C.RECORD) + step * T // C.CHANNEL * R

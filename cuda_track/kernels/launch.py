@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol, cast
@@ -38,7 +38,6 @@ QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, an
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 LOG2E = math.log2(math.e)
-TABLES = ("angles", "products")  # by which polar keys may be read (`Launch`)
 
 
 class Kernel(Protocol):
@@ -78,8 +77,7 @@ class Launch:
 
     warps: of a program. programs: on one multiprocessor, by which splits are sized. stages: of its
     pipeline. registers: of a thread at most, 0 for the compiler's choice. early: the next kernel may start
-    while it runs. table: how polar keys look their angles up: "" computes a cosine and a sine a pair, "angles" looks
-    both up and rebuilds the pair, "products" looks up its product with a row of queries (Wu, 2502.00527).
+    while it runs.
     """
 
     warps: int = 1
@@ -87,7 +85,6 @@ class Launch:
     stages: int = 3
     registers: int = 0
     early: bool = False
-    table: str = ""
 
     def options(self, device: torch.device) -> dict[str, object]:
         """Return how Triton launches the kernel."""
@@ -103,8 +100,8 @@ MEASURED = {
 }
 
 
-def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int, table: str = "") -> Launch:
-    """Return the launch of attention for caches of these layouts; polar keys look their angles up by `table`."""
+def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int) -> Launch:
+    """Return the launch of attention for caches of these layouts."""
     keys, values = layouts
     if isinstance(keys, BlockLayout) or isinstance(values, BlockLayout):
         return launch(dims, 0, padded)
@@ -112,9 +109,9 @@ def launch_for(layouts: tuple[Layout, Layout], dims: int, padded: int, table: st
     if (
         padded == LEAST_ROWS and wide and dims > 64
     ):  # not measured yet; four warps of 256 dims: see `launch`
-        warps = 8 if keys.kind == "polar" and dims > 128 else 4 if table == "products" else 2
-        return Launch(warps, max(1, 10 // warps), table=table)
-    return replace(launch(dims, values.bits, padded), table=table)
+        warps = 8 if keys.kind == "polar" and dims > 128 else 2
+        return Launch(warps, max(1, 10 // warps))
+    return launch(dims, values.bits, padded)
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
@@ -222,7 +219,7 @@ def attend(
         *(or_else(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, at.rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        C=attend_constants(pages.layouts, options, tuned.table, at.rows),
+        C=attend_constants(pages.layouts, options),
         **early,
         **tuned.options(at.device),
     )
@@ -357,11 +354,8 @@ def by_ptx() -> bool:
     return not interpreted() and torch.version.hip is None
 
 
-def attend_constants(
-    layouts: tuple[Layout, Layout], options: dict, table: str = "", rows: int = 0
-) -> NamedTuple:
-    """Return what a kernel of attention over pages of these layouts is compiled for. table: of `Launch`, for polar keys
-    and so many rows of queries."""
+def attend_constants(layouts: tuple[Layout, Layout], options: dict) -> NamedTuple:
+    """Return what a kernel of attention over pages of these layouts is compiled for."""
     keys, values = layouts
     if isinstance(keys, BlockLayout) and isinstance(values, BlockLayout):
         from cuda_track.kernels.mixed_bits import MixedConstants, block_constants
@@ -372,13 +366,7 @@ def attend_constants(
     from cuda_track.kernels.decode import Constants, SideConstants
 
     assert isinstance(keys, PlaneLayout) and isinstance(values, PlaneLayout)  # by `why_not`
-
-    def of(at: PlaneLayout) -> SideConstants:
-        by = table if at.kind == "polar" else ""
-        own = rows if by == "products" else 0
-        return SideConstants(**constants_of(at), KIND=at.kind, TABLE=by, ROWS=own)
-
-    sides = both(of, (keys, values))
+    sides = both(lambda at: SideConstants(**constants_of(at), KIND=at.kind), (keys, values))
     channel = keys.channel_tokens
     return Constants(*sides, T=keys.step_tokens, WINDOW=WINDOW, CHANNEL=channel, **options)
 

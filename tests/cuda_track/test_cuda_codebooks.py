@@ -25,7 +25,6 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import POLAR_NUMBERS, Affine, Codebook, Full, Polar
 from mlxkv.formats.records import NAMES
-from mlxkv.spec import affine, polar
 from mlxkv.spec.bounds import rms
 
 pytest.importorskip("cuda_track.kernels.interpreter")
@@ -125,34 +124,6 @@ def test_attention_agrees_with_the_law(case):
     nothing = tuple(torch.randn(1, kv_heads, 0, dims) for _ in "kv")
     out = launch.attend(q, store.read(0, PAGES), None, nothing, dims**-0.5)
     assert rms(out[0, :, 0].numpy(), right.numpy()) < BOUND
-
-
-@pytest.mark.parametrize("table", launch.TABLES)
-@pytest.mark.parametrize(
-    "case", ["polar", "polar 3", "polar 2, 256 dims", "radius and angle of other widths"]
-)
-def test_angles_are_looked_up_as_by_the_law(case, table):
-    """Scores by the law's tables in float64, values decoded by plain ops; several queries and rows of them."""
-    dims, heads, kv_heads, _, batch, page, keys, *_ = CASES[case]
-    torch.manual_seed(0)
-    store, plain, _ = filled(case)
-    words = plain.stored[0]["codes"].numpy().view(np.uint32)
-    of_keys = {n: plain.stored[0][n].double().numpy()[:, :, :, None] for n in POLAR_NUMBERS}
-    codes = affine.unpack(words, keys.pair_bits, dims // 2)
-    of_keys["codes"] = codes.reshape(batch, kv_heads, PAGES, page, -1)
-    values = plain.codecs[1].decode(plain.stored[1], torch.float64).numpy()
-    q = 3 * torch.randn(batch, heads, 1, dims)
-    rows = q.double().numpy().reshape(batch, kv_heads, 1, heads // kv_heads, dims) * dims**-0.5
-    scores = polar.scores(rows, of_keys, keys.angle).swapaxes(2, 3)
-    scores = scores.reshape(batch, kv_heads, heads // kv_heads, -1)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    right = (p / p.sum(-1, keepdims=True) @ values).reshape(batch, heads, 1, dims)
-    pages = store.read(0, PAGES)
-    tuned = launch.launch_for(pages.layouts, dims, launch.LEAST_ROWS, table)
-    assert tuned.table == table
-    nothing = tuple(torch.randn(batch, kv_heads, 0, dims) for _ in "kv")
-    out = launch.attend(q, pages, None, nothing, dims**-0.5, tuned=tuned)
-    assert rms(out.numpy(), right) < BOUND
 
 
 # quantizer, dims, page, dtype, keys
@@ -290,7 +261,7 @@ def test_levels_by_ptx(bits):
 def test_rows_on_a_gpu_go_on_where_they_stopped(tmp_path, monkeypatch):
     path, timed = tmp_path / "rows.jsonl", []
 
-    def attention(config, shape, launch):
+    def attention(config, shape):
         timed.append(config)
         if len(timed) == 2:
             raise KeyboardInterrupt

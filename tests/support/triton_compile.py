@@ -226,14 +226,6 @@ CASES = {
         attending(POLAR, SHORT, T=32, PAGE=128, CHANNEL=128),
         *(("int4", 128), 2),
     ),
-    **{
-        f"attend polar keys by a table of {table}": (
-            attend_kernel,
-            attending(POLAR | {"TABLE": table, "ROWS": rows}, SHORT, T=32, PAGE=128, CHANNEL=128),
-            *(("int4", 128), warps),
-        )
-        for table, rows, warps in (("angles", 0, 2), ("products", 4, 4))
-    },
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
@@ -256,19 +248,25 @@ CASES = {
             4,
         ),
     ),
-    "quantize codebook": (
-        quantize_kernel,
-        {**QUANTIZE, **CODEBOOKS[4], **BY_TOKEN, "RANK": 1, "KEYS": True},
-        *(("int4", 128), 8),
-    ),
-    "quantize polar keys": (
-        quantize_polar_kernel,
-        {
-            **{"R": 128, "PAGE": 128, "BITS": 4, "PLANES": 4},
-            **{"RADIUS": 4, "ANGLE": 4, "PAIRS": 32},
-        },
-        *(("int4", 128), 4),
-    ),
+    **{
+        f"quantize codebook of {bits} bits": (
+            quantize_kernel,
+            {**QUANTIZE, **side, **BY_TOKEN, "RANK": 1, "KEYS": True},
+            *(("int4", 128), 8),
+        )
+        for bits, side in CODEBOOKS.items()
+    },
+    **{
+        f"quantize polar keys of {bits} bits": (
+            quantize_polar_kernel,
+            {
+                **{"R": 128, "PAGE": 128, "BITS": bits, "PLANES": CODEBOOKS[bits]["PLANES"]},
+                **{"RADIUS": bits, "ANGLE": bits, "PAIRS": 32},
+            },
+            *(("int4", 128), 4),
+        )
+        for bits in (2, 3, 4)
+    },
     "dequantize": (
         *(
             dequantize_kernel,
