@@ -24,7 +24,6 @@ from mlxkv import console
 from mlxkv.catalog.aliases import DEFAULT
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
-from mlxkv.chat.typed import History, read_message
 from mlxkv.console import human_bytes, note, one_line, plain, print_json, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.session import path_for
@@ -35,15 +34,16 @@ from mlxkv.loading.load import load
 from mlxkv.loading.warmup import warm_up
 
 HELP = {
-    "/help": "this list",
+    "/help": "this list (also h and /?)",
     "/stats": "tokens, speed and memory of the last reply",
     "/save FILE": "write the session with its cache to a file",
     "/load FILE": "continue a saved session",
     "/reset": "clear the conversation",
-    "/exit": "leave (so do exit, quit, /bye and Ctrl-D)",
+    "/exit": "leave (also q, exit, quit, /bye and Ctrl-D)",
     "Tab": "completes commands and the files of /save and /load",
     '\\ or """': 'a line that ends with \\ continues; """ starts and ends a message of several lines, as pasting does',
 }
+WORDS = {"q": "/exit", "exit": "/exit", "quit": "/exit", "h": "/help"}  # as mlx_lm.chat has them
 COMMANDS = tuple(name.split()[0] for name in HELP if name.startswith("/"))
 LONG_PROMPT = 1024
 SMALL = (
@@ -226,18 +226,20 @@ def left_by_signals() -> Iterator[None]:
 
 def interactive(session: Session) -> None:
     """Read prompts and commands until /exit or Ctrl-D."""
+    from mlxkv.chat.typed import Typed
+
     out = Console(highlight=False)
     out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
     if session.loaded.name == DEFAULT:
         out.print(f"[dim]{SMALL}[/dim]")
-    with History(COMMANDS), left_by_signals():
+    read = Typed(COMMANDS).read
+    with left_by_signals():
         while True:
-            line = _read(out)
+            line = _read(read, out)
             if line is None:
                 return
             try:
-                if line in ("exit", "quit"):
-                    return
+                line = WORDS.get(line, line)
                 if line.startswith("/"):
                     if not _command(session, out, line):
                         return
@@ -249,16 +251,14 @@ def interactive(session: Session) -> None:
                 out.print("\n[dim]interrupted; the conversation is kept[/dim]")
 
 
-def _read(out: Console) -> str | None:
+def _read(read: Callable[[], str], out: Console) -> str | None:
     """Return a message; "" after Ctrl-C, None at the end of the input."""
     try:
-        return read_message()
+        return read()
     except EOFError:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            out.print()
         return None
     except KeyboardInterrupt:
-        out.print("\n[dim]press Ctrl-D or type /exit to leave[/dim]")
+        out.print("[dim]press Ctrl-D or type /exit to leave[/dim]")
         return ""
 
 

@@ -1,93 +1,89 @@
-"""Read what a user types in the terminal: messages of several lines, history, completion. Imports nothing heavy."""
+"""Read what a user types: messages of several lines, history, completion."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import os
-import select
 import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.shortcuts import CompleteStyle
 
 from mlxkv import files
 from mlxkv.console import cache_dir
 
 QUOTE = '"""'
 PROMPT, MORE = "> ", ". "
-PASTED = 0.03  # seconds: lines that follow sooner were pasted
-FILES = ("/save ", "/load ")
 
 
-class History:
-    """Line editing with a history file in the user's cache folder, if readline exists. Tab completes commands and the
-    files of /save and /load."""
+class Kept(FileHistory):
+    """A history file that only its user may read. A read-only home or a full disk is no reason to fail."""
 
-    def __init__(self, commands: tuple[str, ...] = ()):
+    def load_history_strings(self) -> Iterable[str]:
+        """Return the messages, the last one first."""
+        try:
+            return super().load_history_strings()
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        """Append a message."""
+        with contextlib.suppress(OSError):
+            files.make_folder(Path(self.filename).parent)
+            Path(self.filename).touch(0o600)
+            super().store_string(string)
+
+
+class Commands(Completer):
+    """Completes commands, and the files of /save and /load."""
+
+    def __init__(self, commands: tuple[str, ...]):
         self.commands = commands
 
-    def __enter__(self) -> History:
-        try:
-            import readline
-        except ImportError:
-            self.readline = None
-            return self
-        self.readline, self.path = readline, cache_dir() / "chat_history"
-        with contextlib.suppress(OSError):  # no history yet, or not readable
-            readline.read_history_file(self.path)
-        readline.set_history_length(1000)
-        readline.set_completer_delims("")
-        readline.set_completer(lambda text, state: (*self.choices(text), None)[state])
-        libedit = "libedit" in (readline.__doc__ or "")  # as in Python on a Mac
-        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        if not libedit:  # Python switches it off; libedit has none
-            readline.parse_and_bind("set enable-bracketed-paste on")
-        return self
-
-    def choices(self, text: str) -> list[str]:
-        """Return the completions of a line that begins with `text`."""
-        if text.startswith(FILES):
-            command, _, name = text.partition(" ")
-            names = sorted(glob.glob(glob.escape(os.path.expanduser(name)) + "*"))
-            return [f"{command} {path}{'/' * os.path.isdir(path)}" for path in names]
-        return [command for command in self.commands if text and command.startswith(text)]
-
-    def __exit__(self, *exc) -> None:
-        if self.readline:
-            self.readline.set_completer(None)
-            mask_before = os.umask(0o077)  # others must not read it
-            with contextlib.suppress(OSError):  # a read-only home is no reason to fail
-                files.make_folder(self.path.parent)
-                self.readline.write_history_file(self.path)
-                os.chmod(self.path, 0o600)
-            os.umask(mask_before)
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        """Yield the ends of a line that begins as the one in front of the cursor."""
+        text = document.text_before_cursor
+        found = [command for command in self.commands if text and command.startswith(text)]
+        if text.startswith(("/save ", "/load ")):
+            text = text[len("/save ") :]
+            paths = sorted(glob.glob(glob.escape(os.path.expanduser(text)) + "*"))
+            found = [path + "/" * os.path.isdir(path) for path in paths]
+        yield from (Completion(end, -len(text)) for end in found)
 
 
-def read_message() -> str:
-    '''Read a message: a line; lines that end with a backslash and the next one; all lines from a """ to the
-    next; or all lines that were pasted together. Raises EOFError at the end of the input.'''
-    line = input(PROMPT)
-    if line.lstrip().startswith(QUOTE):
-        lines = [line.lstrip().removeprefix(QUOTE)]
-        while QUOTE not in lines[-1]:
-            try:
-                lines.append(input(MORE))
-            except EOFError:  # counts as the end of the message
-                break
-        lines[-1] = lines[-1].partition(QUOTE)[0]
-    else:
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(input(MORE))
-        while _more_waits():
-            lines.append(input())
-    return "\n".join(lines).strip().encode("utf-8", "replace").decode("utf-8")
+class Typed:
+    """Reads messages: in a terminal with line editing, Tab, and a history file in the user's cache folder."""
 
+    def __init__(self, commands: tuple[str, ...] = ()):
+        self.line = input
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            # A line with more behind it was pasted, in a terminal that does not mark what is pasted.
+            pasted = Condition(lambda: bool(get_app().key_processor.input_queue))
+            self.line = PromptSession(
+                history=Kept(cache_dir() / "chat_history"),
+                completer=Commands(commands),
+                complete_while_typing=False,
+                complete_style=CompleteStyle.READLINE_LIKE,
+                multiline=pasted,
+                prompt_continuation=MORE,
+                enable_suspend=True,
+            ).prompt
 
-def _more_waits() -> bool:
-    """Return whether the terminal already has more to read: the rest of a paste."""
-    if not sys.stdin.isatty():
-        return False
-    try:
-        return bool(select.select([sys.stdin], [], [], PASTED)[0])
-    except (OSError, ValueError, TypeError):  # stdin was replaced by an object that is not a file
-        return False
+    def read(self) -> str:
+        '''Read a message: a line; lines that end with a backslash and the next one; all lines from a """ to the
+        next; or all lines that were pasted together. Raises EOFError at the end of the input.'''
+        text = self.line(PROMPT)
+        quoted = text.lstrip().startswith(QUOTE)
+        with contextlib.suppress(EOFError):  # the end of the message, too
+            while text.count(QUOTE) < 2 if quoted else text.endswith("\\"):
+                text = f"{text if quoted else text[:-1]}\n{self.line(MORE)}"
+        text = text.split(QUOTE)[1] if quoted else text
+        return text.strip().encode("utf-8", "replace").decode("utf-8")

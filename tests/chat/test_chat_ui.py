@@ -1,4 +1,4 @@
-"""Ctrl-C, the history file and the progress bar of the terminal chat."""
+"""Ctrl-C, files and the progress bar of the terminal chat."""
 
 import os
 import re
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from mlxkv.chat.session import Session
 from mlxkv.chat.terminal import LONG_PROMPT, interactive, prefill_bar, stop_on_interrupt
-from mlxkv.chat.typed import History
 from mlxkv.console import plain
 from mlxkv.loading.load import load
 
@@ -36,24 +35,6 @@ def test_an_interrupt_stops_the_reply_and_keeps_the_session(loaded):
                 os.kill(os.getpid(), signal.SIGINT)
     assert session.stats.finish_reason == "stopped" and len(session.messages) == 2
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
-
-
-def test_history_is_kept_in_the_cache_folder(tmp_path, monkeypatch):
-    readline = pytest.importorskip("readline")
-    monkeypatch.setattr("mlxkv.chat.typed.cache_dir", lambda: tmp_path / "cache")
-    with History():
-        readline.add_history("hello")
-    readline.clear_history()
-    with History():
-        assert readline.get_history_item(readline.get_current_history_length()) == "hello"
-    readline.clear_history()
-
-
-def test_a_folder_that_cannot_be_written_spoils_nothing(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr("mlxkv.chat.typed.cache_dir", lambda: tmp_path / "file" / "cache")
-    with History():
-        pass
 
 
 def test_only_long_prompts_show_a_bar_and_only_in_a_terminal(capfd, monkeypatch):
@@ -140,7 +121,7 @@ def test_load_shows_the_last_turn(loaded, tmp_path, monkeypatch, capsys):
     assert "user: what was first?" in out and "assistant: " in out and "user: hello" not in out
 
 
-@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "/bye"])
+@pytest.mark.parametrize("word", ["exit", "quit", "q", "/exit", "/quit", "/bye"])
 def test_words_that_leave(loaded, word, monkeypatch, capsys):
     session = Session(loaded, max_tokens=4)
     talk(session, [word, "hello"], monkeypatch)

@@ -8,29 +8,33 @@ import sys
 import time
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
-from mlxkv.chat.typed import History, read_message
+from mlxkv.chat.typed import Commands, Kept, Typed
 
 READ = """
 import sys
-from mlxkv.chat.typed import History, read_message
-with History(("/help",)):
-    print("ready", flush=True)
-    while True:
-        try:
-            message = read_message()
-        except EOFError:
-            break
-        print("GOT", ascii(message), flush=True)
+from mlxkv.chat.typed import Typed
+typed = Typed(("/help",))
+while True:
+    try:
+        message = typed.read()
+    except EOFError:
+        break
+    print("GOT", ascii(message), flush=True)
 assert not {"mlx", "mlx_lm", "rich", "numpy"} & set(sys.modules)
 print("light", flush=True)
 """
 
 
+AWAITS = b"\x1b[?2004h"  # a prompt begins: the terminal is asked to mark what is pasted
+
+
 def typed(*sent: bytes, home: str) -> list[str]:
-    """What `read_message` returns in a terminal for what is sent, each after the reply to the last."""
+    """What `Typed.read` returns in a terminal for what is sent, each after the reply to the last."""
     main, side = pty.openpty()
-    own = {"HOME": home, "XDG_CACHE_HOME": home, "TERM": "xterm"}
+    own = {"HOME": home, "XDG_CACHE_HOME": home, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     child = subprocess.Popen(
         [sys.executable, "-c", READ], stdin=side, stdout=side, stderr=side, env=os.environ | own
     )
@@ -47,10 +51,10 @@ def typed(*sent: bytes, home: str) -> list[str]:
                 except OSError:  # the child has gone
                     return
 
-    wait(lambda: b"ready" in said and said.rstrip().endswith(b">"))
+    wait(lambda: AWAITS in said)
     for i, text in enumerate(sent):
         os.write(main, text)
-        wait(lambda i=i: said.count(b"GOT ") > i and said.rstrip().endswith(b">"))
+        wait(lambda i=i: said.count(b"GOT ") > i and said.rfind(AWAITS) > said.rfind(b"GOT "))
     os.write(main, b"\x04")
     wait(lambda: b"light" in said)
     child.wait(30)
@@ -60,15 +64,33 @@ def typed(*sent: bytes, home: str) -> list[str]:
     return [eval(line.partition("GOT ")[2]) for line in lines if "GOT " in line]
 
 
+def pasted(text: str) -> bytes:
+    """What a terminal sends for a paste and Enter."""
+    return b"\x1b[200~" + text.replace("\n", "\r").encode() + b"\x1b[201~\r"
+
+
 def test_pasted_lines_are_one_message(tmp_path):
-    pytest.importorskip("readline")
-    pasted = b"one\ntwo\nthree\n"
-    bracketed = b"\x1b[200~four\nfive\x1b[201~\n"
-    assert typed(pasted, b"alone\n", bracketed, home=str(tmp_path)) == [
+    assert typed(b"one\rtwo\rthree\r", b"alone\r", pasted("four\nfive"), home=str(tmp_path)) == [
         "one\ntwo\nthree",
         "alone",
         "four\nfive",
     ]
+
+
+def test_a_paste_taller_than_the_screen_is_whole_and_one_entry_of_the_history(tmp_path):
+    text = "\n".join(f"make step-{i} \\" for i in range(60)) + "\nend"
+    assert typed(pasted(text), home=str(tmp_path)) == [text]
+    (file,) = tmp_path.rglob("chat_history")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert typed(b"\x1b[A\r", home=str(tmp_path)) == [text]
+
+
+def test_a_history_that_cannot_be_kept_spoils_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    history = Kept(tmp_path / "file" / "cache" / "chat_history")
+    history.store_string("hello")
+    assert list(history.load_history_strings()) == []
+    assert list(Kept(tmp_path).load_history_strings()) == []
 
 
 @pytest.mark.parametrize(
@@ -93,15 +115,20 @@ def test_messages_of_many_lines(lines, message, monkeypatch):
         return line
 
     monkeypatch.setattr("builtins.input", type_in)
-    assert read_message() == message
+    assert Typed().read() == message
     assert next(rest, None) is None
 
 
 def test_tab_completes_commands_and_files(tmp_path):
-    history = History(("/help", "/save", "/stats", "/load"))
-    assert history.choices("/s") == ["/save", "/stats"]
-    assert history.choices("") == history.choices("s") == []
+    commands = Commands(("/help", "/save", "/stats", "/load"))
+
+    def ends(text: str) -> list[str]:
+        found = commands.get_completions(Document(text), CompleteEvent())
+        return [text[: len(text) + end.start_position] + end.text for end in found]
+
+    assert ends("/s") == ["/save", "/stats"]
+    assert ends("") == ends("s") == []
     (tmp_path / "notes.safetensors").write_text("")
     (tmp_path / "north").mkdir()
-    found = history.choices(f"/load {tmp_path}/no")
+    found = ends(f"/load {tmp_path}/no")
     assert found == [f"/load {tmp_path}/north/", f"/load {tmp_path}/notes.safetensors"]
