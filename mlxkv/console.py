@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,14 +103,35 @@ class StandardStreams:
 STREAMS = StandardStreams()
 
 
+def folded(text: str, stream: TextIO) -> str:
+    """Return text with its lines broken between words and indented as they begin, where `stream` is a terminal."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = (
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip())),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
+    return "\n".join(lines)
+
+
 def say(text: str, end: str = "\n") -> None:
-    """Print `plain` text on stdout, unbuffered."""
-    print(plain(text, lines=True), end=end, flush=True)
+    """Print `plain` text on stdout, unbuffered. Without an `end` it is a piece of a line, and is not folded."""
+    text = plain(text, lines=True)
+    print(folded(text, sys.stdout) if end else text, end=end, flush=True)
 
 
 def note(text: str) -> None:
     """Print a line on stderr; stdout is for results. A stderr that cannot be written to is ignored."""
-    _tell(plain(text, lines=True) + "\n")
+    _tell(folded(plain(text, lines=True), sys.stderr) + "\n")
 
 
 def _tell(text: str) -> None:
@@ -133,7 +156,7 @@ def warn(text: str) -> None:
 
     out = Console(stderr=True, highlight=False, soft_wrap=True)
     with out.capture() as captured:
-        out.print(plain(text, lines=True), style="bold red", markup=False)
+        out.print(folded(plain(text, lines=True), sys.stderr), style="bold red", markup=False)
     _tell(captured.get())
 
 
@@ -149,11 +172,11 @@ def warn_once(text: str) -> None:
 
 @contextmanager
 def progress(
-    what: str, total: float, begun: str = "this takes a while"
+    what: str, total: float, begun: str = "this takes a while", done: float = 0
 ) -> Iterator[Callable[..., None]]:
     """Show on stderr how far long work is: in a terminal a bar with the time left, else a line now and at most one a
     minute; nothing if `total` is 0. Yields a function that counts 1 or n more steps of `total`. begun: ends the first
-    line."""
+    line. done: steps that were done before."""
     if not total:
         yield lambda n=1: None
         return
@@ -162,7 +185,7 @@ def progress(
     out = Console(stderr=True)
     if not out.is_terminal:
         note(f"{what}: {begun}")
-        done, told = 0.0, _by_minutes(what)
+        told = by_minutes(what, done)
 
         def count(n: float = 1) -> None:
             nonlocal done
@@ -182,20 +205,21 @@ def progress(
     name = TextColumn("{task.description}", markup=False)
     columns = name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True) as bars:
-        bar = bars.add_task(plain(what), total=total)
+        bar = bars.add_task(plain(what), total=total, completed=done)
         yield lambda n=1: bars.advance(bar, n)
 
 
-def _by_minutes(what: str) -> Callable[[float, float], None]:
-    """Return a function of (done, all) that prints how far work is, at most once a minute."""
+def by_minutes(what: str, before: float = 0) -> Callable[[float, float], None]:
+    """Return a function of (done, all) that prints how far work is, at most once a minute. before: what was done when
+    it began."""
     begun = said = time.monotonic()
 
     def told(done: float, total: float) -> None:
         nonlocal said
         now = time.monotonic()
-        if done and now - said >= 60:
+        if done > before and now - said >= 60:
             said = now
-            left = human_time((now - begun) * (total - done) / done)
+            left = human_time((now - begun) * (total - done) / (done - before))
             note(f"{what}: {done / total:.0%}, about {left} left")
 
     return told
@@ -206,7 +230,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a spinner on stderr, in a terminal only. Yields a function of (bytes done, all bytes) that shows a bar
     instead; without a terminal it prints a line, at most once a minute."""
     if not sys.stderr.isatty():
-        yield _by_minutes(what)
+        yield by_minutes(what)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
@@ -349,7 +373,7 @@ def human_bytes(count: float) -> str:
     """Return a number of bytes as text: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
 

@@ -207,11 +207,36 @@ def test_long_work_without_a_terminal_says_so_once_a_minute(monkeypatch, capsys)
         "reading: 60%, about 3 min left",
         "reading: 75%, about 2 min left",
     ]
+    with console.progress("reading", 200, "25% was kept", 50) as step:
+        for _ in range(2):
+            now += 60.0
+            step(25)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 25% was kept",
+        "reading: 38%, about 5 min left",
+        "reading: 50%, about 4 min left",
+    ]
     with console.progress("nothing", 0) as step:
         step(5)
     with console.working("quick") as told:
         told(1, 2)
     assert not capsys.readouterr().err
+
+
+def test_lines_are_broken_between_words_in_a_terminal_alone(monkeypatch, capsys):
+    line = "  int4: " + "a word " * 12 + "and /a/long/path/of/a/file-with-hyphens.safetensors"
+    console.say(line)
+    assert capsys.readouterr().out == line + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    console.say(f"short\n{line}")
+    console.say(line, end="")
+    shown = capsys.readouterr().out
+    assert shown.endswith(line), "pieces of a line are not folded"
+    first, *folded = shown.removesuffix(line).splitlines()
+    assert first == "short" and max(map(len, folded)) <= 60 and len(folded) == 3
+    assert all(part.startswith("  ") for part in folded)
+    assert " ".join(" ".join(folded).split()) == line.strip()
 
 
 def test_a_bar_has_the_time_left(monkeypatch, capsys):

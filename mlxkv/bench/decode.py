@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median, mode
 from typing import Any, cast
 
@@ -11,9 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from mlxkv import console
 from mlxkv.bench import options, steps
@@ -80,10 +78,10 @@ def run_decode(
     subject = load_subject(model, bits)
     options.print_machine(computer, installed)
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
+    runs = len(presets) * (2 * rounds + 1)
+    begun = f"{runs} runs at {contexts} tokens"
+    with console.progress(f"bench of {model}", runs * sum(lengths), begun) as count:
         for context in lengths:
-            bars.update(bar, description=escape(console.plain(f"{model} {context}")))
             rows += _rows(
                 subject,
                 context,
@@ -91,7 +89,7 @@ def run_decode(
                 fill=_fill_of(subject.model, context),
                 tokens=tokens,
                 rounds=rounds,
-                done=lambda: bars.advance(bar),
+                done=partial(count, context),
             )
     about = {
         "model": model,

@@ -227,12 +227,12 @@ def on_text(
     }
     begun = None if kept is None else Begun.read(kept, of)
     steps = sum(parts) + GRADIENT * min(count, TIMES * DIFFERENTIATED)
+    said, done = f"reading {count:,} tokens", 0
     if begun and begun.sums:
         done = steps - sum(parts[begun.windows :])
-        console.note(f"calibrating: {done / steps:.0%} was kept; what follows is of the rest")
-        steps -= done
+        said += f"; {done / steps:.0%} was kept"
     try:
-        told = console.progress("calibrating", steps, f"reading {count:,} tokens")
+        told = console.progress("calibrating", steps, said, done)
         with startup.one_thread(), told as progress:
             out = calibrate(
                 model,

@@ -160,17 +160,17 @@ def outlook(session: Session) -> str | None:
 
 @contextlib.contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr for long prompts. Yields `progress(done, total)`."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
+    """Show a bar on stderr for long prompts; without a terminal, a line a minute. Yields `progress(done, total)`."""
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield console.by_minutes("reading")
         return
     bar = Progress(
         TextColumn("reading"),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
         TimeRemainingColumn(),
-        console=console,
+        console=out,
         transient=True,
     )
     task = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,21 +102,16 @@ def computed(
     for part in parts:
         if left := [name for name in names if rows.get(*row_of(arms, part, name)) is None]:
             missing.append((part, left))
-    total = sum(part.steps * len(left) for part, left in missing)
+    left_steps = sum(part.steps * len(left) for part, left in missing)
+    total = sum(part.steps for part in parts) * len(names)
     ended = len(parts) - len(missing)
-    quiet = rows.file is None  # a call from Python
-    if ended and not quiet:
-        console.note(f"{ended} of {len(parts)} parts: kept from before")
-    first = f"{len(missing)} of {len(parts)} parts"
-    with console.progress("reading", 0 if quiet else total, first) as progress:
+    kept, shown = total - left_steps, rows.file is not None  # not for a call from Python
+    begun = f"{kept / total:.0%} kept from before" if kept else "this takes a while"
+    with console.progress("reading", total if shown else 0, begun, kept) as progress:
         try:
             for part, left in missing:
-                start = time.perf_counter()
                 _compute(arms, part, left, rows, tolerant, progress)
                 ended += 1
-                seconds = time.perf_counter() - start
-                if not quiet:
-                    console.note(f"{part.task} {part.context} {part.text}: {seconds:.0f} s")
         except KeyboardInterrupt:
             if rows.file is not None:
                 console.note(

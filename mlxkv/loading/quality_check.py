@@ -7,6 +7,7 @@ Some methods collapse on some families: on keys with a bias (Qwen2.5), or behind
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 
@@ -39,9 +40,9 @@ def warn(loaded) -> None:
     try:
         kl = float(json.loads(file.read_text())["kl"])
     except (OSError, ValueError, KeyError, TypeError):
-        told = console.working(f"comparing {loaded.kv_name} with the full cache, once")
-        with startup.one_thread(), told:
-            kl = divergence(loaded)
+        what, steps = f"comparing {loaded.kv_name} with the full cache", 2 * TOKENS
+        with startup.one_thread(), console.progress(what, steps, "once for a model") as count:
+            kl = divergence(loaded, count)
         with suppress(OSError, UserError):
             files.make_folder(file.parent)
             with files.written(file) as out:
@@ -55,24 +56,29 @@ def warn(loaded) -> None:
         )
 
 
-def divergence(loaded) -> float:
+def divergence(loaded, count: Callable[[int], None] = lambda n: None) -> float:
     """Return the mean KL of next tokens, nats, from the full cache to the compressed one, over LAST tokens of the
-    calibration corpus after TOKENS - LAST others; over less text if the model's context is shorter."""
+    calibration corpus after TOKENS - LAST others; over less text if the model's context is shorter. count: gets the
+    tokens that were read."""
     text = "\n\n".join(corpus.interleaved("calibration"))[: 16 * TOKENS]
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)[: loaded.context or TOKENS][
         :TOKENS
     ]
-    full = _log_probabilities(loaded.model, own_caches(loaded.model), tokens)
-    compressed = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens)
+    full = _log_probabilities(loaded.model, own_caches(loaded.model), tokens, count)
+    compressed = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens, count)
     return float((mx.exp(full) * (full - compressed)).sum(-1).mean())
 
 
-def _log_probabilities(model, cache: list, tokens: list[int]) -> mx.array:
+def _log_probabilities(
+    model, cache: list, tokens: list[int], count: Callable[[int], None]
+) -> mx.array:
     """Return log probabilities after each of the last tokens, [T, vocabulary] float32."""
     ids = mx.array(tokens)[None]
     for start in range(0, max(0, len(tokens) - LAST), STEP):
-        model(ids[:, start : min(start + STEP, len(tokens) - LAST)], cache=cache)
+        part = ids[:, start : min(start + STEP, len(tokens) - LAST)]
+        model(part, cache=cache)
         mx.eval([layer.state for layer in cache])
+        count(part.size)
     logits = model(ids[:, -LAST:], cache=cache)[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

@@ -184,6 +184,8 @@ def test_a_stopped_run_says_what_is_kept(planned, rows, capsys):
         computed(arms, [parts[0], replace(parts[1], run=stop)], rows)
     said = " ".join(capsys.readouterr().err.split())
     assert "stopped; 1 of 2 parts are kept in" in said and "the same command continues" in said
+    computed(arms, parts, rows)
+    assert capsys.readouterr().err == "reading: 50% kept from before\n"
 
 
 def shuffled(encode):

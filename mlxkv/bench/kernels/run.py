@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from rich.console import Console
-from rich.progress import Progress
 
 from mlxkv import console
 from mlxkv.bench.kernels import attend, encode
@@ -61,13 +59,12 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
     dtype, computer, installed = default_dtype(), machine() | gpu.device(), versions()
     print_machine(computer, installed)
     rows, encodes = [], []
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("copy", total=len(cases) + len(presets) + 1)
+    steps = len(cases) + len(presets) + 1
+    with console.progress("bench of kernels", steps, f"{steps} measurements") as count:
         bandwidth = copy_bandwidth()
         reading = max(bandwidth, read_bandwidth())
-        bars.advance(bar)
+        count()
         for shape, tokens in cases:
-            bars.update(bar, description=f"{shape} {tokens}")
             rows += attend.rows(
                 shape,
                 tokens,
@@ -86,15 +83,14 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
                 by = dict(zip(names, (False, True, by_tiles), strict=True)).get(row["by"])
                 row["predicted_us"] = None if by is None else predict.attend_us(*place, by)
             mx.clear_cache()
-            bars.advance(bar)
+            count()
         for name, config in presets.items():
-            bars.update(bar, description=f"encode {name}")
             encodes.append(
                 encode.row(
                     name, config, ENCODE_SHAPE, batch - batch % config.page, dtype, bandwidth
                 )
             )
-            bars.advance(bar)
+            count()
     link = _link(cases[0][0], dtype)
     speeds = {"copy_gb_s": bandwidth / 1e9, "read_gb_s": reading / 1e9}
     measured = {**speeds, "link_us": link, "dtype": short(dtype)}
