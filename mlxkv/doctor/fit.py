@@ -9,9 +9,8 @@ when it grows; from latents, mlx-lm's code also expands the keys and values of e
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mlxkv.catalog.aliases import HUB
 from mlxkv.catalog.sizes import (
@@ -25,11 +24,13 @@ from mlxkv.catalog.sizes import (
 )
 from mlxkv.console import (
     human_bytes,
+    note,
     parse_size,
     parse_tokens,
     plain,
     print_json,
     print_table,
+    say,
     working,
 )
 from mlxkv.errors import UserError
@@ -91,7 +92,7 @@ def run_fit(
         "layers": _layer_counts(plan),
         "presets": rows,
     } | ({"chosen": said} if shares else {})
-    _show(plan, data, sys.stderr if as_json else sys.stdout)
+    _show(plan, data, note if as_json else say)
     if as_json:
         print_json(data)
         return
@@ -114,7 +115,7 @@ def run_fit(
         ],
     )
     for line in said:
-        print(line)
+        say(line)
 
 
 def _kept(model: str, share: str) -> tuple[str, str]:
@@ -152,13 +153,15 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
         ]
         print_json({"memory_bytes": total, "usable_bytes": usable, "models": models})
         return
-    large = []
+    large, replaced = [], {}
 
     def fitting() -> Iterator[list]:
         for alias, plan in plans.items():
             contexts = reach(plan).values()
             if any(contexts):
                 about = [alias, human_bytes(plan.weights), plan.limit]
+                if others := _in_place(plan, presets):
+                    replaced.setdefault(tuple(others), []).append(alias)
                 yield about + [tokens or "none" for tokens in contexts]
             else:
                 large.append(alias)
@@ -172,7 +175,9 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
         widest=[max(plans, key=len), max(sizes, key=len), *[most] * (1 + len(presets))],
     )
     if large:
-        print(f"too large: {', '.join(large)}")
+        say(f"too large: {', '.join(large)}")
+    for others, aliases in replaced.items():
+        say(f"{', '.join(aliases)}: {'; '.join(others)}")
     print("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
 
 
@@ -201,8 +206,8 @@ def _layer_counts(plan: ModelPlan) -> list[dict]:
     ]
 
 
-def _show(plan: ModelPlan, data: dict, file) -> None:
-    """Print the lines above the table."""
+def _show(plan: ModelPlan, data: dict, write: Callable[[str], None]) -> None:
+    """Write the lines above the table."""
     texts = {
         "full": "keep the whole context",
         "sliding": "keep the last {window} tokens, never compressed",
@@ -212,36 +217,43 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         "own": "keep {key_dim} numbers per token and {size} in all, never compressed",
         "state": "keep a state of fixed size, {size} in all",
     }
-    print(plain(plan.name), file=file)
+    write(plain(plan.name))
     for group in data["layers"]:
         has_heads = group["kind"] not in ("latent", "own", "state")
         heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if has_heads else ""
         size = human_bytes(group["count"] * group["state"])
         text = texts[group["kind"]].format(**group, size=size)
-        print(f"  {group['count']} layers {text}{heads}", file=file)
-    print(
+        write(f"  {group['count']} layers {text}{heads}")
+    write(
         f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
-        f'  about {human_bytes(data["transient_bytes"])} more while a prompt is read (counted in "in all")\n'
+        f'  {human_bytes(data["transient_bytes"])} more while reading a prompt (counted in "in all")\n'
         f"  memory {human_bytes(data['memory_bytes'])}, "
         f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
-        f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
-        file=file,
+        f"  context {data['context']} tokens of {plan.limit or 'unknown'}"
     )
     if plan.estimate:
-        print(
+        write(
             f"  an estimate: mlx-lm makes no model of this here ({plan.estimate}); every layer is taken to keep "
-            "the whole context",
-            file=file,
+            "the whole context"
         )
-    for kv in (row["preset"] for row in data["presets"]):
-        others = {stored(x, parse_kv(kv)).label for x in plan.layers if x.kind in COMPRESSED}
-        for other in sorted(others - {parse_kv(kv).label}):
-            print(f"  {kv}: {other} takes its place where mixed bits cannot be used", file=file)
+    presets = {row["preset"]: parse_kv(row["preset"]) for row in data["presets"]}
+    for line in _in_place(plan, presets):
+        write(f"  {line}, where mixed bits cannot be used")
+    for kv in presets:
         reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):
-            print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
-        for note in _notes(parse_kv(kv)):
-            print(f"  {kv}: {note}", file=file)
+            write(f"  {kv}: some layers stay in 16 bits ({reason})")
+        for remark in _notes(parse_kv(kv)):
+            write(f"  {kv}: {remark}")
+
+
+def _in_place(plan: ModelPlan, presets: dict[str, CacheConfig]) -> list[str]:
+    """Return which presets are replaced by others in a model: "fill-4: int4 takes its place"."""
+    layers = [layer for layer in plan.layers if layer.kind in COMPRESSED]
+    others = {
+        name: {stored(x, kv).label for x in layers} - {kv.label} for name, kv in presets.items()
+    }
+    return [f"{name}: {x} takes its place" for name, of in others.items() for x in sorted(of)]
 
 
 def _notes(kv: CacheConfig) -> Iterator[str]:

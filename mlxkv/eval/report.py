@@ -181,31 +181,36 @@ def notes(data: dict) -> list[str]:
     sizes = {tuple(v) for name, v in data["windows"].items() if name != BASELINE}
     if data["windows_equal"]:
         sink, recent, page = data["windows"][BASELINE]
-        windows = f"equal for all presets: first {sink}, last {recent} (up to {page} more) exact"
+        windows = f"the first {sink} and last {recent} tokens (up to {page} more), in all presets"
     else:
-        same = "which are equal" if len(sizes) < 2 else "NOT equal"
-        windows = f"each preset's own, {same}"
+        same = "which are equal" if len(sizes) < 2 else "which are NOT equal"
+        windows = f"each preset's own windows, {same}"
     lines = [
-        f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; MiB: bytes in use by the "
-        f"layers that grow; windows: {windows}"
+        f"bits: of a compressed value; in all: of a value on average, with the exact ones; MiB: cache in use, in the "
+        f"layers that grow; exact: {windows}"
     ]
     if "ppl" in data["presets"][BASELINE]:
         lines.append(
-            f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the "
-            f"context, means over {_texts(data)}; prompt KL: its second half, read in chunks; KL in nats "
-            "against fp16 on the same tokens; [95 %]: from resampling texts"
+            f"ppl: perplexity; KL: how far the next token's probabilities move from fp16's (nats); top: the likeliest "
+            f"next token is the same; all over {options['decode']} tokens decoded after the context, means over "
+            f"{_texts(data)}; KL 99 %: all but one token in a hundred move less; prompt KL: over the second half of "
+            "the context, read in chunks; [95 %]: interval by resampling texts"
         )
     if "retrieval" in data["presets"][BASELINE]:
         lines.append(
-            f"single, m-: share of right values in percent, {options['questions']} questions of each kind, "
-            "with the wider of Wilson's interval and that of resampled documents; ~: not told apart from fp16's"
+            f"single, m-: right answers in percent, of {options['questions']} questions of each kind, with the wider "
+            "of Wilson's interval and that of resampled documents; ~: not told apart from fp16's"
         )
     return [*lines, f"verdict: {verdict.RULES}"]
 
 
 def _texts(data: dict) -> str:
     counts = {by_name[BASELINE].get("texts") for by_name in data["rows"].values()} - {None}
-    return f"{' or '.join(map(str, sorted(counts)))} texts" if counts else "texts"
+    return (
+        f"{' or '.join(map(str, sorted(counts)))} text{'s' * (max(counts) > 1)}"
+        if counts
+        else "texts"
+    )
 
 
 def show(data: dict) -> None:
@@ -214,8 +219,8 @@ def show(data: dict) -> None:
         columns, rows = table(data, context)
         title = f"{data['model']}, {context} tokens, {data['dtype']}"
         console.print_table(columns, rows, title)
-        for name, _, sentence in verdict.sentences(data, context):
-            console.say(f"{name}: {sentence}")
+        for name, colour, sentence in verdict.sentences(data, context):
+            console.say(f"{name} ({colour}): {sentence}")
         console.say("")
     console.say("\n".join(notes(data)))
 

@@ -14,15 +14,16 @@ LIMITS = {
 }
 OPEN = "open"
 RULES = (
-    "green: mean KL at most 0.01, same top at least 97 %, retrieval not shown to be more than 3 points below fp16; "
-    "amber: 0.1, 90 %, 10 points; red: worse; open: the 95 % intervals allow more than one"
+    "green: as good as full precision (mean KL at most 0.01, same next token at least 97 %, right answers not shown to "
+    "be more than 3 points fewer); amber: close to it (0.1, 90 %, 10 points); red: worse; open: the 95 % intervals "
+    "allow more than one of these"
 )
 
 VERDICTS = {
     "green": "as good as full precision, by every measure here",
     "amber": "close to full precision: some replies will differ, few for the worse",
     "red": "not as good as full precision",
-    OPEN: "undecided: too little text for a verdict, more --samples may settle it",
+    OPEN: "undecided: more --samples may settle it",
 }
 
 
@@ -110,7 +111,7 @@ def sentences(data: dict, context: int) -> list[tuple[str, str, str]]:
 def _said(row: dict, base: dict) -> str:
     clauses = [VERDICTS[row["verdict"]].capitalize() + "."]
     if row["reason"]:
-        clauses.append(f"Why: {row['reason']}.")
+        clauses.append(f"{'It may be' if row['verdict'] == OPEN else 'Why:'} {row['reason']}.")
     if "kv_bytes_in_use" in row:
         factor = base["kv_bytes_in_use"] / row["kv_bytes_in_use"]
         clauses.append(

@@ -153,7 +153,7 @@ class UsageReport:
         self.bytes, self.plain = sum(map(in_use, compressed)), sum(map(in_16_bits, compressed))
 
     def line(self) -> str:
-        """'longest cache 530 tokens in 96.0 KiB; in 16 bits 265.0 KiB', or why there is none."""
+        """'longest cache 530 tokens in 96.0 KiB; in 16 bits 265 KiB', or why there is none."""
         if not self.tokens:
             reason = "the program reads text without one" if self.without else "no model was run"
             return f"--kv {self.kv}: no cache was filled, so nothing was compressed ({reason})"

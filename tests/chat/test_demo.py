@@ -50,7 +50,7 @@ def test_lines_where_there_is_no_terminal(capsys):
         for tokens in range(100, 1001, 100):
             chart.add(tokens, tokens * 1024, tokens * 256)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[-1] == "  1,000 tokens: fp16 1000.0 KiB, int4 250.0 KiB"
+    assert len(lines) == 4 and lines[-1] == "  1,000 tokens: fp16 1000 KiB, int4 250 KiB"
 
 
 def test_a_slow_machine_reads_2000_tokens_too(monkeypatch, smollm2):

@@ -165,7 +165,7 @@ def test_the_command(config_file, capsys):
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "36 layers keep the whole context: 8 kv heads x 128" in out
-    assert "more while a prompt is read" in out and "longest context" in out
+    assert "more while reading a prompt" in out and "longest context" in out
 
 
 def test_a_pack_has_the_bytes_in_use(config_file, capsys):
@@ -198,6 +198,10 @@ def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "too large: qwen3-coder-30b\n" in out and "qwen3-coder-30b " not in out
     assert out.index("llama-3.1-8b") < out.index("qwen3-0.6b")
+    monkeypatch.setattr(fit, "HUB", {name: HUB[name] for name in ("gpt-oss-20b", *names)})
+    assert main(["fit", "--memory", "16GB"]) == 0
+    replaced = "fill-4: int4 takes its place; fill-3: int3 takes its place; fill-2.25: int2 takes its place"
+    assert f"\ngpt-oss-20b: {replaced}\n" in capsys.readouterr().out
 
     def stops_at_the_smallest(plan, *rest):
         if plan.name == HUB["qwen3-0.6b"]:

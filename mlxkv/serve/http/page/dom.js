@@ -27,7 +27,7 @@ export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB"];
   let i = 0;
   while (bytes >= 1024 && i < 3) { bytes /= 1024; i++; }
-  return `${bytes.toFixed(i ? 1 : 0)} ${units[i]}`;
+  return `${bytes.toFixed(i === 3 || (i && bytes < 100) ? 1 : 0)} ${units[i]}`;
 }
 
 export const count = (n) => n.toLocaleString("en");
