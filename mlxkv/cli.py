@@ -459,7 +459,7 @@ def doctor(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine: versions, backends, the golden table, kernels. Exit code 1 if something is wrong."""
+    """Check this machine: versions, backends, formats, kernels. Exit code 1 if something is wrong."""
     from mlxkv.doctor.command import run_doctor
 
     raise typer.Exit(run_doctor(every=every, share=share, as_json=json))

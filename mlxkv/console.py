@@ -129,6 +129,11 @@ def say(text: str, end: str = "\n") -> None:
     print(folded(text, sys.stdout) if end else text, end=end, flush=True)
 
 
+def say_whole(text: str) -> None:
+    """Print a line on stdout that is copied, such as a command: no terminal's width breaks it."""
+    say(text + "\n", end="")
+
+
 def note(text: str) -> None:
     """Print a line on stderr; stdout is for results. A stderr that cannot be written to is ignored."""
     _tell(folded(plain(text, lines=True), sys.stderr) + "\n")

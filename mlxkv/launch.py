@@ -29,7 +29,7 @@ from mlxkv import untrusted
 from mlxkv.catalog.aliases import complete_model, resolve
 from mlxkv.catalog.hub import config_of
 from mlxkv.catalog.shapes import context_limit
-from mlxkv.console import note, on, say, working
+from mlxkv.console import note, on, say_whole, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import complete_kv
 from mlxkv.options import KEY, PARENT, PORT
@@ -216,7 +216,7 @@ def _run(
         path = Path(model := options[options.index("--model") + 1]).expanduser()
         name = path.resolve().name if path.exists() else model
         longest = min(LONGEST, context_limit(config_of(model)) or LONGEST)
-        say(shlex.join(["mlxkv", "serve", *options, "--port", str(PORT)]))
+        say_whole(shlex.join(["mlxkv", "serve", *options, "--port", str(PORT)]))
         return _start(tool, program, Endpoint(USUAL, "", _sound(name), longest), args, dry)
     if options:
         with started(options) as endpoint:
@@ -345,10 +345,10 @@ def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str],
     settings, first = tool.start(replace(endpoint, key=key))
     if dry:
         for name in tool.unset:
-            say(f"unset {name}")
+            say_whole(f"unset {name}")
         for name, value in settings.items():
-            say(f"export {name}={shlex.quote(value)}")
-        say(shlex.join([tool.program, *first, *args]))
+            say_whole(f"export {name}={shlex.quote(value)}")
+        say_whole(shlex.join([tool.program, *first, *args]))
         if program is None:
             note(f"{tool.program} is not installed; {tool.install}")
         return 0

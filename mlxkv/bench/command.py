@@ -34,8 +34,7 @@ OwnModel = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="An alias, a folder, a hub name; put it after the command, if there is one. gemma-3-1b, qwen2.5-1.5b, "
-        "qwen3-4b, qwen3-8b: random weights.",
+        help="An alias, a folder, a hub name; put it after the command, if there is one.",
     ),
 ]
 Bits = Annotated[
@@ -55,7 +54,8 @@ bench = typer.Typer(
 @bench.callback(invoke_without_command=True)
 def quick(context: typer.Context, model: OwnModel = None) -> None:
     """Measure speed and memory here. Without a command: `decode` with one context of 1,024 tokens, two minutes
-    on two CPU cores."""
+    on two CPU cores. gemma-3-1b, qwen2.5-1.5b, qwen3-4b and qwen3-8b are made here with random weights; other
+    models are loaded."""
     if context.invoked_subcommand is None:
         decode(model or DEFAULT, contexts="1k", tokens=16, rounds=1)
     elif model is not None:

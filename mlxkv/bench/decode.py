@@ -247,7 +247,7 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     weights = "random weights" if first["weights"] == "random" else "weights as stored"
     weights += f" in {first['bits']} bits" if first["bits"] else ""
     options.print_rows(COLUMNS, written, f"{first['model']}, {weights}, {first['dtype']}")
-    print(
+    console.say(
         f"decode: {tokens} tokens after {WARM}, quantizing pages included; token ms: the median token; "
         f"both are medians of {2 * rounds} interleaved runs; spread: between these runs\n"
         f"first token: the prefill in chunks of {PREFILL_STEP}, and one token; direct: the cache is "

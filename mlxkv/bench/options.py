@@ -37,9 +37,9 @@ def parse_contexts(text: str, least: int, why: str = "too short to time") -> tup
 def print_machine(machine: dict, versions: dict) -> None:
     """Print the machine, the backend in use, and versions."""
     memory = console.human_bytes(machine["memory_bytes"])
-    print(f"{machine['chip']} · {memory} · {machine['system']}")
-    print(f"backend {machine['backend']}: {machine['device']}")
-    print(" · ".join(f"{name} {text or 'missing'}" for name, text in versions.items()))
+    console.say(f"{machine['chip']} · {memory} · {machine['system']}")
+    console.say(f"backend {machine['backend']}: {machine['device']}")
+    console.say(" · ".join(f"{name} {text or 'missing'}" for name, text in versions.items()))
 
 
 def print_rows(columns: Sequence[tuple[str, str, str]], rows: Iterable[dict], title: str) -> None:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from mlxkv import console
 from mlxkv.bench import options
 from mlxkv.patching.mark import steps_of
 from mlxkv.patching.steps import Steps
@@ -110,8 +111,8 @@ def show(rows: list[dict]) -> None:
     options.print_rows(COLUMNS, written, "one step: the host's part and the device's")
     reasons = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
     for reason in reasons:
-        print(reason)
-    print(
+        console.say(reason)
+    console.say(
         "step: replayed from a trace, or built by Python, token by token; host ms: processor time for building a "
         "step and handing it over; wait ms: the rest of a token, in which the host waits for the device\n"
         f"device ms: a step of {TOGETHER} that are built before and evaluated at once, no less than handing it "

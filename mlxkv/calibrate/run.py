@@ -12,7 +12,7 @@ from mlxkv.calibration.fitting import read_calibration
 from mlxkv.calibration.learn import Outcomes, learn, steps
 from mlxkv.calibration.measure import LEAST, WINDOW, bos_of, on_text
 from mlxkv.calibration.moments import Sample
-from mlxkv.console import human_bytes, note, print_table, progress, say, user_path
+from mlxkv.console import human_bytes, note, print_table, progress, say, say_whole, user_path
 from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
@@ -70,7 +70,7 @@ def run_fitting(options: CalibrateOptions) -> None:
     artifact.write_calibration(path, calibration)
     report(calibration, path, seconds, trials)
     named = "" if out is None and not comes_with_model else f" --calibration {path}"
-    say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
+    say_whole(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
 
 
 def run_learning(options: CalibrateOptions) -> None:
@@ -183,7 +183,7 @@ def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
             row += [f"{usual:g} -> {best:g}", f"{errors[usual]:.2g} -> {errors[best]:.2g}"]
         rows.append(row)
     print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
-    print("error: of the attention output, relative energy, one side stored and the other exact")
+    say("error: of the attention output, relative energy, one side stored and the other exact")
 
 
 def report_learned(
@@ -200,8 +200,8 @@ def report_learned(
     assert learned is not None
     title = f"{calibration.model}: {learned.label}, {learned.quantizer.label}, {learned.rows} rows a head"
     print_table(LEARNED_COLUMNS, cells, title)
-    print(
+    say(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
     )
     say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {calibration.digest}")
-    say(f"use it: --kv learned-int{learned.bits} --calibration {path}")
+    say_whole(f"use it: --kv learned-int{learned.bits} --calibration {path}")

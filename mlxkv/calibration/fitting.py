@@ -84,8 +84,8 @@ def fit(
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     """Make a calibration and save it in the user's folder, if writable."""
     console.note(
-        f"{label}: no calibration of {origin.name} yet; making one (once, minutes without a GPU; Ctrl-C keeps what is "
-        "measured, and --kv int4 starts at once)"
+        f"{origin.chosen or label}: no calibration of {origin.name} yet; making one (once, minutes without a GPU; "
+        "Ctrl-C keeps what is measured, and --kv int4 starts at once)"
     )
     calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)

@@ -7,7 +7,6 @@ light: files and options are refused before a model is read.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from mlxkv.catalog.aliases import DEFAULT, is_model, resolve
 from mlxkv.catalog.hub import cached, require
 from mlxkv.catalog.option_checks import check_weights, dtype_name
 from mlxkv.chat.run import check_model, text_of
-from mlxkv.console import human_bytes, note, say, user_path, working
+from mlxkv.console import human_bytes, note, say, say_whole, user_path, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session
 from mlxkv.formats.names import canonical, requested
@@ -202,7 +201,7 @@ def run_read(options: ReadOptions) -> None:
         f"{path}: {len(chat.tokens):,} tokens of {_files(files)}, {human_bytes(path.stat().st_size)}; "
         f"cache {usage.saving()}"
     )
-    say(f"mlxkv chat --with {path}")
+    say_whole(f"mlxkv chat --with {path}")
 
 
 def info(
@@ -221,7 +220,7 @@ def info(
         "files": [{"name": x.name, "bytes": x.size, "sha256": x.sha256} for x in saved.files],
     }
     if json_:
-        return say(json.dumps(rows))
+        return console.print_json(rows)
     for key in ("model", "kv", "mlxkv"):
         say(f"{key:8}{rows[key]}")
     say(f"{'tokens':8}{rows['tokens']:,}, {human_bytes(rows['bytes'])}")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlxkv import startup
-from mlxkv.console import human_bytes, note, print_json, print_table
+from mlxkv.console import human_bytes, note, print_json, print_table, say
 from mlxkv.doctor import checks
 from mlxkv.doctor.checks import Step
 from mlxkv.doctor.share import check_place, write_share
@@ -30,7 +30,7 @@ def golden_rows(step: Step, every: bool = False) -> list[dict]:
     with nullcontext() if every else launch.using(None):
         for _, row in TABLE.by_set():
             rows.append(row.as_dict())
-            step(f"golden table: {row.table} {row.case}")
+            step(f"formats: {row.table} {row.case}")
     return rows
 
 
@@ -74,7 +74,7 @@ def run_doctor(*, every: bool, share: str | None, as_json: bool) -> int:
         console=Console(stderr=True),
         transient=True,
     ) as bars:
-        bar = bars.add_task("golden table")
+        bar = bars.add_task("formats")
 
         def step(what: str) -> None:
             bars.update(bar, description=what)
@@ -94,12 +94,12 @@ def run_doctor(*, every: bool, share: str | None, as_json: bool) -> int:
 
 def _show(data: dict, every: bool) -> None:
     info = data["machine"]
-    print(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
-    print(f"python {info['python']}")
+    say(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
+    say(f"python {info['python']}")
     for name, text in data["versions"].items():
-        print(f"{name} {text or 'missing'}")
+        say(f"{name} {text or 'missing'}")
     for text in data["out_of_range"]:
-        print(f"outside the tested range: {text}")
+        say(f"outside the tested range: {text}")
     rows = [
         [
             row["name"],
@@ -114,23 +114,19 @@ def _show(data: dict, every: bool) -> None:
     used = next(row["name"] for row in data["backends"] if row["used"])
     if every:
         print_table(
-            ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
+            ["formats", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
             _by_table(golden),
         )
-        print("ties: codes one step off because the spec's value is at a rounding boundary")
+        say("ties: codes one step off because the spec's value is at a rounding boundary")
     for row in golden:
         if not row["ok"]:
-            print(
-                f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
-            )
+            say(f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}")
     reasons = {row["reason"] for row in data["kernels"]}
     if len(reasons) == 1 and not any(row["body"] for row in data["kernels"]):
-        print(f"kernels: not used: {reasons.pop()}")
+        say(f"kernels: not used: {reasons.pop()}")
     else:
         _show_kernels(data["kernels"], data["kernels_left"])
-    print(
-        f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
-    )
+    say(f"formats: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}")
 
 
 def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
@@ -167,7 +163,7 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
         rows,
     )
     if any(row["predicted_us"] for row in kernels):
-        print("us in brackets: predicted for this GPU (docs/internals/apple.md)")
+        say("us in brackets: predicted for this GPU (docs/internals/apple.md)")
     reasons: dict[str, list[str]] = {}
     for row in kernels:
         if row["reason"] and row["state"] != checks.NOT_TRIED:
@@ -175,13 +171,13 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
             name = f"{row['preset']} {row['head_dim']} {row['body']}"
             reasons.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
     for reason, names in reasons.items():
-        print(reason.replace("{}", ", ".join(names), 1))
+        say(reason.replace("{}", ", ".join(names), 1))
     tried = checks.tried(kernels)
-    print(f"kernels: {checks.right(tried)} of {len(tried)} that should run here are right")
+    say(f"kernels: {checks.right(tried)} of {len(tried)} that should run here are right")
     if untried:
         names = f" ({'; '.join(untried['names'])}, and other methods)" if untried["names"] else ""
         duration = f", about {untried['seconds']:.0f} s" if untried["seconds"] else ""
-        print(f"not tried: {untried['rows']} more{names}{duration}: mlxkv doctor --all")
+        say(f"not tried: {untried['rows']} more{names}{duration}: mlxkv doctor --all")
 
 
 def _predicted(row: dict) -> str:

@@ -178,7 +178,7 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
         say(f"too large: {', '.join(large)}")
     for others, aliases in replaced.items():
         say(f"{', '.join(aliases)}: {'; '.join(others)}")
-    print("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
+    say("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
 
 
 def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 
-from mlxkv.console import human_bytes, plain, print_json, print_table
+from mlxkv.console import human_bytes, print_json, print_table, say
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
@@ -86,7 +86,7 @@ def _picks(rows: dict[str, dict]) -> None:
             for name, m in MEASURED.items()
         ],
     )
-    print(
+    say(
         "bits/value: fp16 has 16; at least 128 tokens, first and last, stay exact\n"
         "KL: how far probabilities of the next token move (nats, 0: not at all)\n"
         "KL, same token: after 8,192 tokens, the worst of four models of 135M to 1.5B\n"
@@ -120,10 +120,10 @@ def by_paper() -> Iterator[tuple[str, list[list[dict]]]]:
 def _print_all() -> None:
     """Print all presets, by paper: a line for each method, with its widths."""
     for title, methods in by_paper():
-        print(title)
+        say(title)
         for alike in methods:
-            print(_line(alike))
-    print(
+            say(_line(alike))
+    say(
         "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored\n"
         "windows are the first 64 and the last 64 tokens, pages of 64, unless the row says otherwise\n"
         "a scale serves a group of values of one token, or of one channel if the row says so\n"
@@ -249,8 +249,8 @@ def models(as_json: bool) -> None:
     more += [(one.name, one.size, one.program, why_not_run(one.file)) for one in others]
     for name, size, place, why in more:
         reason = f"; does not run: {why}" if why else ""
-        print(f"{human_bytes(size):>11}  {plain(name)}\n{'':13}of {place}{plain(reason)}")
-    print(
+        say(f"{human_bytes(size):>11}  {name}\n{'':13}of {place}{reason}")
+    say(
         f"without --model: {DEFAULT}; mlxkv models get NAME downloads one ahead\n"
         f"names without an owner are of {OWNER.rstrip('/')} on the hub\n"
         "--model also takes any owner/name of the hub, any folder in the hub's format,\n"

@@ -176,7 +176,7 @@ def load(
     mark = fingerprint(folder)
     longest = context_limit(folder.config)
     place = folder.adapter or folder.path
-    set_origin(model, Origin(source.name, mark, place, tokenizer, longest, calibration))
+    set_origin(model, Origin(source.name, mark, place, tokenizer, longest, calibration, chosen))
     layers = attach(model, config, strict, fold=fold, group=group)
     if (
         group is not None and size > 1

@@ -161,7 +161,7 @@ class Origin:
     """The source of a loaded model.
 
     folder: where a calibration of it may lie: its own, or that of its adapter. context: the longest context it was made
-    for, in tokens, or None. calibration: as passed to `load`, or None.
+    for, in tokens, or None. calibration: as passed to `load`, or None. chosen: why its preset was, if mlxkv chose it.
     """
 
     name: str
@@ -170,6 +170,7 @@ class Origin:
     tokenizer: Any
     context: int | None = None
     calibration: Calibration | None = None
+    chosen: str = ""
 
 
 def set_origin(model: nn.Module, origin: Origin) -> None:

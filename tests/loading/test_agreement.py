@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations, product
@@ -328,6 +329,20 @@ def test_texts_are_of_six_kinds_that_no_calibration_reads(model_folder):
     assert len(set(texts)) == TEXTS
     longer = [loaded.tokenizer.decode(text) for text in agreement.texts_of(loaded, 40_000, 6)]
     assert all(a[5000:5300] not in b for a, b in permutations(longer, 2))
+
+
+def test_why_bits_were_chosen_is_said_before_a_calibration(
+    model_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("mlxkv.calibration.measure.TOKENS", 600)
+    size = need(plans.read_plan(str(model_folder)), parse_kv(DIAL[0]), 1024).total
+    load(str(model_folder), "auto", memory=round(size / 0.75) + 2, context=1024)
+    said = capsys.readouterr().err
+    assert re.search(
+        r"auto: fill-\S+ is the most that fits into \S+ MiB with 1,024 tokens: no calibration of",
+        said,
+    )
 
 
 def test_the_most_bits_that_fit(model_folder, monkeypatch, capsys):

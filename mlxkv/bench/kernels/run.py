@@ -96,7 +96,7 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
     measured = {**speeds, "link_us": link, "dtype": short(dtype)}
     _show(rows, measured)
     print_rows(ENCODE_COLUMNS, encodes, "")
-    print(encode.FOOTNOTE)
+    console.say(encode.FOOTNOTE)
     if as_json:
         data = {"machine": computer | measured, "versions": installed, "rows": rows + encodes}
         console.print_json(data)
@@ -146,8 +146,8 @@ def _show(rows: list[dict], measured: dict) -> None:
     predicted = [PREDICTED] if any(row["predicted_us"] for row in rows) else []
     print_rows([*COLUMNS, *predicted], written, title)
     for reason in sorted({r["mlx_lm_reason"] for r in rows if r["mlx_lm_reason"]}):
-        print(f"mlx-lm fails: {reason}")
-    print(
+        console.say(f"mlx-lm fails: {reason}")
+    console.say(
         f"us: per call of `attend`, in chains of {CALLS} where each result feeds the next query, "
         f"median of {2 * ROUNDS}; ratio: SDPA's time over ours, above 1 is faster\n"
         f"every time includes {measured['link_us']:.1f} us for the addition that links the calls; "
