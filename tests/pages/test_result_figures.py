@@ -467,12 +467,15 @@ def test_counts_of_presets():
     )
     published = len(measured - {"fp16"})
     on_gpu, on_cpu = (len(presets) for presets in pretrained.DEFAULTS["kv"])
+    default = {*pretrained.DEFAULTS["kv"][0]}
+    assert default < measured and measured - default == {"fp16", "fill-4.5", "fill-6", "kvarn-int2"}
+    of_page = f"{on_gpu} of the page's {published} presets"
     texts = pretrained.DEFAULTS["texts_at_most"][1]
     for name, said in {
         "README.md": f"[{published} presets, up to 32K tokens, with intervals]",
         "docs/README.md": f"| {published} presets in three pretrained models",
-        "docs/reproduce.md": f"On a GPU that measures {on_gpu} presets",
-        "experiments/README.md": f"KL and answers of {on_gpu} presets ({on_cpu} without a GPU)",
+        "docs/reproduce.md": f"On a GPU that measures {of_page} (",
+        "experiments/README.md": f"KL and answers of {of_page} ({on_cpu} without a GPU)",
     }.items():
         text = page(name).read_text(encoding="utf-8")
         assert said in text and len(re.findall(r"\b\d+ presets\b", text)) <= 2, name
