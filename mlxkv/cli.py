@@ -495,7 +495,7 @@ def _usage_line(error: _UsageError, words: list[str]) -> str:
         path = f"{ctx.command_path} --help lists them" if close and ctx else ""
         text = f"no such option; got {error.option_name}; {ending}{path}"
         if where == "mlxkv" and (owner := _owner(error.option_name, words)):
-            text = f"options stand behind the command; got {error.option_name} before it; write {owner}"
+            text = f"options go after the command; got {error.option_name} before it; write {owner}"
         elif where != "mlxkv" and error.option_name in ("--version", "-V"):
             text = f"no such option; got {error.option_name}; did you mean mlxkv --version?"
         elif where != "mlxkv" and error.option_name in CONTEXTS:
@@ -505,7 +505,7 @@ def _usage_line(error: _UsageError, words: list[str]) -> str:
             )
     elif hasattr(error, "option_name"):
         needs = "requires" in text
-        where, text = error.option_name, "needs a value behind it" if needs else "takes no value"
+        where, text = error.option_name, "needs a value after it" if needs else "takes no value"
     elif param is not None and is_option(param):
         kind, such = NUMBERS.get(value_of(param), ("such a value", "--help says"))
         where, text = param.opts[0], f"not {kind}; got {_typed(words, param.opts)!r}; {such}"

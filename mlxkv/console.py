@@ -210,7 +210,7 @@ def progress(
     name = TextColumn("{task.description}", markup=False)
     columns = name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True) as bars:
-        bar = bars.add_task(plain(what), total=total, completed=done)
+        bar = bars.add_task(plain(what), total=total, completed=int(done))
         yield lambda n=1: bars.advance(bar, n)
 
 
@@ -254,7 +254,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
             bar = Progress(*columns, console=out, transient=True)
             bar.start()
             bar.add_task(what, total=total)
-        bar.update(bar.task_ids[0], completed=done)
+        bar.update(bar.task_ids[0], completed=int(done))
 
     try:
         yield told

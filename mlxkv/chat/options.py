@@ -104,7 +104,7 @@ class ChatOptions:
         Option(
             "--with",
             metavar="PACK",
-            help="Begin behind a pack of mlxkv read, with its model and preset.",
+            help="Begin after a pack of mlxkv read, with its model and preset.",
             rich_help_panel="Model",
         ),
     ] = None

@@ -90,7 +90,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     if options.saved is not None:
         session.load(options.saved)
         if not options.quiet:
-            said = "behind" if options.pack else "continues"
+            said = "after" if options.pack else "continues"
             note(f"  {said} {options.saved}: {len(session.tokens)} tokens")
     if prompt is None:
         interactive(session)

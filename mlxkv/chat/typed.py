@@ -37,8 +37,9 @@ class Kept(FileHistory):
     def store_string(self, string: str) -> None:
         """Append a message."""
         with contextlib.suppress(OSError):
-            files.make_folder(Path(self.filename).parent)
-            Path(self.filename).touch(0o600)
+            path = Path(os.fsdecode(self.filename))
+            files.make_folder(path.parent)
+            path.touch(0o600)
             super().store_string(string)
 
 

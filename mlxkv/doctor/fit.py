@@ -76,7 +76,7 @@ def run_fit(
         turned = memory is not None and context is not None
         name, line = most(model, plan, tokens, usable) if turned else _kept(model, share)
         presets[name] = parse_kv(name)
-        said.append(f"{share} is turned round: {line}" if turned else line)
+        said.append(f"{share} with --memory and --context: {line}" if turned else line)
     rows = [_row(plan, name, cache, tokens, usable) for name, cache in presets.items()]
     data = {
         "model": plan.name,

@@ -117,7 +117,7 @@ def _chosen(loaded, bound: float, dial: Sequence[str], why: str) -> Choice:
         if len(texts) < FEWEST:
             continue
         far = Readings(loaded, context, tokens)
-        what = f"{asked} behind {context:,} tokens"
+        what = f"{asked} after {context:,} tokens"
         steps = len(texts) * (far.length + tried * tokens)
         try:
             with console.progress(what, steps, "measured once for a model") as count:

@@ -100,7 +100,7 @@ def find(words: list[str]) -> Program:
     Raises UserError."""
     if not words:
         raise UserError(
-            "[run] no program; got nothing behind the options; write it like mlxkv run --kv int4 -- "
+            "[run] no program; got nothing after the options; write it like mlxkv run --kv int4 -- "
             "mlx_lm.generate --model MODEL"
         )
     first, *args = words

@@ -54,7 +54,7 @@ class ServeOptions:
         list[str] | None,
         Option(
             metavar="NAME=FILE",
-            help="A pack of mlxkv read; chats that name the model NAME begin behind it. Repeatable.",
+            help="A pack of mlxkv read; chats that name the model NAME begin after it. Repeatable.",
             rich_help_panel="Model",
         ),
     ] = None

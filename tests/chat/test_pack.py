@@ -119,7 +119,7 @@ def test_the_commands_say_what_there_is(model_folder, here, capsys):
     assert main(["chat", "--with", "facts.kvpack", "Which key?", "--max-tokens", "4"]) == 0
     captured = capsys.readouterr()
     assert (
-        captured.out.strip() and f"behind facts.kvpack: {document['tokens']} tokens" in captured.err
+        captured.out.strip() and f"after facts.kvpack: {document['tokens']} tokens" in captured.err
     )
     assert main(["chat", "--with", "facts.kvpack", "--kv", "int3", "Which?"]) == 2
     assert "was saved with another cache" in capsys.readouterr().err

@@ -592,7 +592,7 @@ def test_fit_speaks_of_shares(model_folder, monkeypatch, capsys):
     assert main([*args, "--memory", "16GB", "--context", "256", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [row["preset"] for row in data["presets"]] == ["fp16"]  # the most that fits
-    assert data["chosen"] == ["90% is turned round: fp16 is the most that fits"]
+    assert data["chosen"] == ["90% with --memory and --context: fp16 is the most that fits"]
     load(str(model_folder), "97%")  # tries int8, too
     plan = plans.read_plan(str(model_folder))
     for name, known in (("int8", "99 %"), ("fill-6", "at least 95 %")):

@@ -228,7 +228,7 @@ def read_chat(body: dict, model_info: ModelInfo) -> Request:
     messages = joined([message.for_template() for message in asked.messages])
     more = asked.continue_final_message
     if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
-        reason = "needs a last message of the assistant behind others"
+        reason = "needs a last message of the assistant after others"
         raise bad("continue_final_message", reason, more)
     return asked.completion(
         model_info,
