@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
 from rich.console import Console
@@ -67,17 +68,27 @@ def run_doctor(*, every: bool, share: str | None, as_json: bool) -> int:
         "out_of_range": wrong,
         "backends": backends(),
     }
+    out = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=out,
         transient=True,
+        disable=not out.is_terminal,
     ) as bars:
         bar = bars.add_task("formats")
 
+        said = time.monotonic()
+        if every and not out.is_terminal:
+            note("checking every format and kernel: this takes minutes")
+
         def step(what: str) -> None:
+            nonlocal said
             bars.update(bar, description=what)
+            if not out.is_terminal and time.monotonic() - said >= 60:
+                said = time.monotonic()
+                note(what)
 
         data["golden"] = golden_rows(step, every)
         data["kernels"] = checks.rows(step, every)

@@ -3,6 +3,7 @@
 import getpass
 import json
 import platform
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -118,6 +119,26 @@ def test_a_wrong_golden_row_is_an_error(ask, monkeypatch):
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: rows)
     code, _, shown = ask(None)
     assert code == 1 and "WRONG: encode a: 3 values" in shown and "1 of 2 cases right" in shown
+
+
+def test_every_kernel_without_a_terminal_tells_how_far_it_is(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def rows(step, every=False):
+        for i in range(7):  # after 20 s, 40 s, ...; the clock is read once more where a line is due
+            step(f"formats: case {i}")
+        return [GOLDEN]
+
+    monkeypatch.setattr(command, "golden_rows", rows)
+    monkeypatch.setattr(checks, "rows", lambda step, every=False: [])
+    monkeypatch.setattr(command, "_show", lambda data, every: None)
+    assert main(["doctor", "--all"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "checking every format and kernel: this takes minutes",
+        "formats: case 2",
+        "formats: case 5",
+    ]
 
 
 def test_versions_that_were_not_tried_are_an_error(ask, monkeypatch):
