@@ -10,6 +10,7 @@ from experiments.papers import page
 from experiments.papers.page import Figures
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals
+from mlxkv.eval.rows import read
 
 SMOL, GEMMA = list(page.MODELS)[:2]
 
@@ -30,6 +31,21 @@ def figures(tmp_path):
         file.write_text("\n".join(json.dumps(x) for x in rows if x["model"] == model))
     page.keep(tmp_path / "run", tmp_path / "kept")
     return Figures(tmp_path / "kept", least=1)
+
+
+@pytest.mark.parametrize("paper", page.PICTURES)
+@pytest.mark.parametrize("name", ["smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b"])
+def test_models_read_the_texts_that_they_read_by_mlx(name, paper):
+    """Of transformers' rows and of MLX's the likelihood in full precision is one: as it is not where a tokenizer splits
+    words otherwise, or begins otherwise. Two texts are of what a machine has installed."""
+    kept = read([page.ROWS.parent / "pretrained" / f"{name}.jsonl.gz"])
+    by_mlx = {x["text"]: x["nll_base"] for x in kept if x["task"] == "kl" and x["context"] == 4096}
+    model = next(x for x in page.MODELS if x.lower().startswith(name))
+    kept = read([page.ROWS / f"{paper}-{model}.jsonl.gz"])
+    ours = {x["text"]: x["nll_base"] for x in kept if x["task"] == paper and x["context"] == 4096}
+    same = by_mlx.keys() & ours.keys() - {"readme", "licence"}
+    assert len(same) == 10
+    assert {x: ours[x] for x in same} == pytest.approx({x: by_mlx[x] for x in same}, abs=0.002)
 
 
 def test_the_page_is_that_of_its_rows():
