@@ -182,7 +182,7 @@ class Figures:
         return ", ".join(f"{short} {count}" for short, count in counts.items() if count)
 
     def table(self, of: Callable[..., str], head: str, *lines: Sequence[str]) -> str:
-        """Return a table with a column a model. lines: a name and the arguments of `of`, such as `over`."""
+        """Return a table of models that have rows. lines: a name and the arguments of `of`, such as `over`."""
 
         def cell(arguments: Sequence[str], model: str) -> str:
             try:
@@ -190,9 +190,10 @@ class Figures:
             except UserError:  # no rows
                 return "-"
 
-        models = list(MODELS.values())
-        made = [[name, *(cell(arguments, m) for m in models)] for name, *arguments in lines]
-        return markdown([[head, *models], *made])
+        columns = {m: [cell(arguments, m) for _, *arguments in lines] for m in MODELS.values()}
+        columns = {m: cells for m, cells in columns.items() if set(cells) != {"-"}}
+        names = [name for name, *_ in lines]
+        return markdown([[head, *columns], *zip(names, *columns.values(), strict=True)])
 
     def speeds(self) -> str:
         """Return the table of attention over codes on a GPU."""
@@ -288,7 +289,7 @@ def page(figures: Figures) -> str:
 
     def called(match: re.Match) -> str:
         try:
-            return eval(match[1], {"__builtins__": {}}, names)
+            return eval(match[1], {"__builtins__": {}} | names)
         except (SyntaxError, NameError, TypeError) as error:
             raise UserError(f"[{TEMPLATE.name}] {error}; got {match[1]}") from None
 

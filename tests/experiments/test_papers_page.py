@@ -80,8 +80,8 @@ def test_few_or_unfinished_texts_are_left_out(tmp_path):
     assert figures.mean("srft.error", "a", "held") == ".50"
     with pytest.raises(UserError, match="no rows; got oscar of Gemma"):
         figures.kl("oscar", "a", "Gemma")
-    assert figures.table(figures.kl, "KL", ("of a", "oscar", "a")).splitlines()[2] == (
-        "| of a | 3.5 | - | - | - |"
+    assert figures.table(figures.kl, "KL", ("of a", "oscar", "a"), ("b", "oscar", "x")) == (
+        "| KL | SmolLM2 |\n| --- | --- |\n| of a | 3.5 |\n| b | - |"
     )
 
 
