@@ -139,10 +139,8 @@ def test_what_is_kept_for_a_user(tmp_path, monkeypatch):
     from mlxkv.chat import typed
     from mlxkv.formats.calibration import artifact
 
-    for module in (console, typed):
-        monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
-    with typed.History():
-        pass
+    monkeypatch.setattr(console, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
+    typed.Kept(tmp_path / "cache" / "mlxkv" / "chat_history").store_string("hello")
     made = artifact.read_calibration(Path(TINY))
     artifact.write_calibration(tmp_path / "of" / "mine" / "c.safetensors", made)
     assert (

@@ -53,7 +53,7 @@ def test_prefill_peaks_below_both_caches_of_mlx_lm(model):
     ours, our_bytes = prefill(model)
     detach(model)
     print(f"\npeak above the weights: full {full:,}, mlx-lm 4 bit {theirs:,}, int4 {ours:,} bytes")
-    said = rf"read {TOKENS} tokens, .* full precision (\d+) MB\) \| (\d+) MB \| \*\*(\d+) MB"
+    said = rf"read {TOKENS} tokens, .* fp16 (\d+) MB\) \| (\d+) MB \| \*\*(\d+) MB"
     shown = re.search(said, (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"))
     assert [*map(int, shown.groups())] == pytest.approx(
         [x / 1e6 for x in (full, theirs, ours)], 0.1
