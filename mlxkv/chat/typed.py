@@ -15,6 +15,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from mlxkv import files
@@ -22,6 +23,7 @@ from mlxkv.console import cache_dir
 
 QUOTE = '"""'
 PROMPT, MORE = "> ", ". "
+ANSWER = Keys.CPRResponse  # where the cursor is: a terminal's, not typed
 
 
 class Kept(FileHistory):
@@ -67,14 +69,16 @@ class Typed:
         self.line = input
         if sys.stdin.isatty() and sys.stdout.isatty():
             # A line with more behind it was pasted, in a terminal that does not mark what is pasted.
-            pasted = Condition(lambda: bool(get_app().key_processor.input_queue))
+            pasted = Condition(
+                lambda: any(x.key != ANSWER for x in get_app().key_processor.input_queue)
+            )
             self.line = PromptSession(
                 history=Kept(cache_dir() / "chat_history"),
                 completer=Commands(commands),
                 complete_while_typing=False,
                 complete_style=CompleteStyle.READLINE_LIKE,
                 multiline=pasted,
-                prompt_continuation=MORE,
+                prompt_continuation=lambda width, line, wrapped: "" if wrapped else MORE,
                 enable_suspend=True,
             ).prompt
 
@@ -82,7 +86,7 @@ class Typed:
         '''Read a message: a line; lines that end with a backslash and the next one; all lines from a """ to the
         next; or all lines that were pasted together. Raises EOFError at the end of the input.'''
         text = self.line(PROMPT)
-        quoted = text.lstrip().startswith(QUOTE)
+        quoted = text.lstrip().startswith(QUOTE) and "\n" not in text
         with contextlib.suppress(EOFError):  # the end of the message, too
             while text.count(QUOTE) < 2 if quoted else text.endswith("\\"):
                 text = f"{text if quoted else text[:-1]}\n{self.line(MORE)}"

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from prompt_toolkit.document import Document
 from mlxkv.chat.typed import Commands, Kept, Typed
 
 READ = """
-import sys
+import sys, time
 from mlxkv.chat.typed import Typed
 typed = Typed(("/help",))
 while True:
@@ -22,27 +23,30 @@ while True:
         message = typed.read()
     except EOFError:
         break
-    print("GOT", ascii(message), flush=True)
+    print("GOT " + ascii(message), flush=True)
+    time.sleep(message.startswith("slow"))
 assert not {"mlx", "mlx_lm", "rich", "numpy"} & set(sys.modules)
 print("light", flush=True)
 """
 
 
+ASKED, AT = b"\x1b[6n", b"\x1b[5;1R"  # where is the cursor? there
 AWAITS = b"\x1b[?2004h"  # a prompt begins: the terminal is asked to mark what is pasted
 
 
-def typed(*sent: bytes, home: str) -> list[str]:
-    """What `Typed.read` returns in a terminal for what is sent, each after the reply to the last."""
+def typed(*sent: bytes, home: str, ahead: bool = False) -> list[str]:
+    """What `Typed.read` returns in a terminal for what is sent, each after the reply to the last, or ahead of its
+    end."""
     main, side = pty.openpty()
-    own = {"HOME": home, "XDG_CACHE_HOME": home, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    own = {"HOME": home, "XDG_CACHE_HOME": home, "TERM": "xterm"}
     child = subprocess.Popen(
         [sys.executable, "-c", READ], stdin=side, stdout=side, stderr=side, env=os.environ | own
     )
     os.close(side)
-    said = b""
+    said, answered = b"", 0
 
     def wait(until) -> None:
-        nonlocal said
+        nonlocal said, answered
         end = time.monotonic() + 30
         while not until() and time.monotonic() < end:
             if select.select([main], [], [], 0.1)[0]:
@@ -50,18 +54,26 @@ def typed(*sent: bytes, home: str) -> list[str]:
                     said += os.read(main, 1 << 16)
                 except OSError:  # the child has gone
                     return
+            if said.count(ASKED) > answered:
+                answered += 1
+                os.write(main, AT)
 
     wait(lambda: AWAITS in said)
     for i, text in enumerate(sent):
         os.write(main, text)
-        wait(lambda i=i: said.count(b"GOT ") > i and said.rfind(AWAITS) > said.rfind(b"GOT "))
+        wait(
+            lambda i=i: (
+                said.count(b"GOT ") > i and (ahead or said.rfind(AWAITS) > said.rfind(b"GOT "))
+            )
+        )
+    wait(lambda: said.count(b"GOT ") == len(sent) and said.rfind(AWAITS) > said.rfind(b"GOT "))
     os.write(main, b"\x04")
     wait(lambda: b"light" in said)
     child.wait(30)
     os.close(main)
     assert b"light" in said, said
-    lines = said.decode().replace("\r", "\n").split("\n")
-    return [eval(line.partition("GOT ")[2]) for line in lines if "GOT " in line]
+    # What is typed during a reply is echoed right behind it.
+    return [eval(x) for x in re.findall(r"GOT ('[^']*')", said.decode())]
 
 
 def pasted(text: str) -> bytes:
@@ -83,6 +95,16 @@ def test_a_paste_taller_than_the_screen_is_whole_and_one_entry_of_the_history(tm
     (file,) = tmp_path.rglob("chat_history")
     assert file.stat().st_mode & 0o777 == 0o600
     assert typed(b"\x1b[A\r", home=str(tmp_path)) == [text]
+
+
+def test_what_is_typed_during_a_reply_is_the_next_message(tmp_path):
+    sent = b"slow\r", b"slow ahead\r", b"slow again\r", b"later\r"
+    assert typed(*sent, home=str(tmp_path), ahead=True) == [x.decode().strip() for x in sent]
+
+
+def test_a_pasted_docstring_keeps_what_follows(tmp_path):
+    text = '"""Doc."""\nimport os'
+    assert typed(pasted(text), home=str(tmp_path)) == [text]
 
 
 def test_a_history_that_cannot_be_kept_spoils_nothing(tmp_path):
