@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -103,11 +102,21 @@ class StandardStreams:
 STREAMS = StandardStreams()
 
 
+def _columns(stream: TextIO) -> int:
+    """Return the width of a terminal: COLUMNS, or its own, which need not be stdout's."""
+    said = os.environ.get("COLUMNS", "")
+    try:
+        width = int(said) if said.isdigit() else os.get_terminal_size(stream.fileno()).columns
+        return width or 80
+    except (OSError, ValueError):
+        return 80
+
+
 def folded(text: str, stream: TextIO) -> str:
     """Return text with its lines broken between words and indented as they begin, where `stream` is a terminal."""
     if not stream.isatty():
         return text
-    width = shutil.get_terminal_size().columns
+    width = _columns(stream)
     lines = (
         textwrap.fill(
             line,

@@ -1,11 +1,15 @@
 """How modules that are started by `python -m` end, and what text may reach a terminal or a log."""
 
+import fcntl
 import logging
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -237,6 +241,17 @@ def test_lines_are_broken_between_words_in_a_terminal_alone(monkeypatch, capsys)
     assert first == "short" and max(map(len, folded)) <= 60 and len(folded) == 3
     assert all(part.startswith("  ") for part in folded)
     assert " ".join(" ".join(folded).split()) == line.strip()
+
+
+def test_lines_are_as_wide_as_the_terminal_that_they_go_to(monkeypatch):
+    """Which is not stdout, where that is a pipe."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with open(main, "rb"), open(side, "w") as stream:
+        assert max(map(len, console.folded("a word " * 20, stream).splitlines())) in range(34, 41)
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        assert max(map(len, console.folded("a word " * 20, stream).splitlines())) in range(74, 81)
 
 
 def test_a_bar_has_the_time_left(monkeypatch, capsys):

@@ -16,10 +16,10 @@ Of each text these are rows, too; --skip leaves some out:
     subspace   residual-energy ratio and overlap (table 1) on the last half of the context: bases of the calibration, of
                Oja's rule behind the first half, of the last half itself
     update     heads whose update is not finite, tokens until then, what is left of the basis (overlap)
-    change     half a context of this text, then another kind, two of them: KL of 64 tokens behind 64, 256, ... tokens
-               of the second, and how much of their energy a basis leaves (A.6); updates every 32 tokens. +stay: old
-               tokens are decoded by the newest basis
-    control    the same where this text goes on
+    change     the last 64 tokens of a text of one kind (CHANGES), behind 64, 256, 1,024 tokens of it that are read as
+               if decoded, an update every 32; before them half a context of another kind: KL of the 64, and how much
+               of their energy a basis leaves (A.6). +stay: old tokens are decoded by the newest basis
+    control    the same tokens behind the same text: its own half a context before them
 
     python -m experiments.papers.ojakv MODEL... --contexts 4k --dtype bfloat16 --over static-0.6+windows
 """
@@ -63,12 +63,13 @@ from mlxkv.spec import oja as spec
 FIXED, MOVING = "static-0.6+windows", "oja-0.6"
 TABLE_6 = ("exact", FIXED, MOVING)
 CHANGED = (FIXED, MOVING, "oja-0.6+stay", "oracle-0.6")
-READ = 64  # tokens behind each point of a change
-POINTS = (64, 256, 1024)  # tokens of the second text
+READ = 64  # tokens that are measured behind a change
+POINTS = (64, 256, 1024)  # tokens of the text itself before them
 KEEP = 0.5
 EXTRAS = ("keep", "subspace", "update", "change", "control")
-FORMAL = ("code", "mathematics", "tables", "source-1", "source-2", "records")
-SECOND = {True: ("prose", "dialogue"), False: ("source-1", "records")}  # by `text in FORMAL`
+# A text of one kind throughout, and one of another kind that is read before it.
+CHANGES = {"manual": "records", "records": "manual", "source-1": "licence", "licence": "source-1"}
+CHANGES |= {"source-2": "readme", "readme": "source-2"}
 
 # -- More of a text than the runner measures. Each function returns numbers by the name of a row.
 
@@ -245,15 +246,16 @@ def more(subject, made, context, text, tokens, rows: Rows, readings, texts: Text
         subject.prefill(tokens[:context])
     for task, measure in measures.items():
         add(task, text, partial(measure, reading, low, context))
+    if text not in CHANGES:
+        return
     half = context // 2 // PAGE * PAGE
-    seconds = [("control", text, tokens[half:])]
-    for other in SECOND[text in FORMAL]:
-        longest = texts.tokens(subject.loaded, other, POINTS[-1] + READ)
-        seconds += [("change", other, longest)] if longest else []
-    for (task, other, second), at in product(seconds, POINTS):
-        if at + READ <= len(second):
-            make = partial(changed, reading, tokens[:half], second, at)
-            add(f"{task} {at}", f"{text}>{other}", make)
+    other = texts.tokens(subject.loaded, CHANGES[text], half)
+    for at in POINTS:
+        end = len(tokens) - at - READ
+        own = [*tokens[:1], *tokens[end - half + 1 : end]]
+        for task, first in (("control", own), ("change", other)):
+            if first is not None and end >= half:
+                add(f"{task} {at}", text, partial(changed, reading, first, tokens[end:], at))
 
 
 def main(arguments: list[str] | None = None) -> None:
