@@ -141,14 +141,16 @@ class Figures:
 
         return self.each(of, task, only, same)
 
-    def over(self, task: str, variant: str, other: str, only: str = "", column: str = "kl") -> str:
+    def over(
+        self, task: str, ours: str, theirs: str, only: str = "", column: str = "kl", base: str = ""
+    ) -> str:
         """Return mean KL, or that of another column, over another variant's on the same texts, with its interval of
-        95 %."""
+        95 %. base: the other's task."""
 
         def of(model: str) -> str | None:
-            ours, theirs = (self.texts(task, name, model) for name in (variant, other))
-            both = [text for text in ours if text in theirs]
-            pair = ([side[text][column] for text in both] for side in (ours, theirs))
+            sides = self.texts(task, ours, model), self.texts(base or task, theirs, model)
+            both = [text for text in sides[0] if text in sides[1]]
+            pair = ([side[text][column] for text in both] for side in sides)
             return bracketed(intervals.ratio(*pair)) if both else None
 
         return self.each(of, task, only)
