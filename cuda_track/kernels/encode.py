@@ -195,7 +195,7 @@ def _packed(code, first: tl.constexpr, BITS: tl.constexpr):
         words, third = tl.sum((code & 3) << (plane * 2), 1), tl.sum((code >> 2) << plane, 1)
     else:
         words = tl.sum(code << (plane * BITS), 1)
-        third = words  # for nobody
+        third = words  # unused
     return words, third
 
 
