@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from mlxkv.console import human_bytes, human_time, note, print_json, say, working
+from mlxkv.console import human_bytes, human_time, note, print_json, say, say_whole, working
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
@@ -98,8 +98,11 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
     )
     same = "the same answer" if kept == answers[name] else f"another answer: {kept}"
     say(
-        f"from a file of {human_bytes(size)}: {same}, first word after {waited:.1f} s; of a text of yours: "
-        f"mlxkv read FILE -m {model} --kv {name}, then mlxkv chat --with FILE.kvpack"
+        f"the compressed cache, saved to a file of {human_bytes(size)} and loaded again: {same}, first word after "
+        f"{waited:.1f} s"
+    )
+    say_whole(
+        f"for a text of yours: mlxkv read FILE -m {model} --kv {name}, then mlxkv chat --with FILE.kvpack"
     )
     note(
         f"[read twice in {seconds:.0f} s; what fits here: mlxkv fit -m llama-3.1-8b; "
