@@ -1,9 +1,12 @@
 """OjaKV's experiment against the float64 law."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from experiments.papers import ojakv
+from mlxkv.eval.rows import Rows
 from mlxkv.spec import oja as spec
 
 
@@ -23,3 +26,26 @@ def test_steps_are_those_of_the_spec():
     np.testing.assert_allclose(one, spec.update(u, x[:, :1], 0.1, raw=True), atol=1e-12)
     large = made[1] * 100  # the rule by tokens leaves float32
     torch.testing.assert_close(ojakv.step(made[0], large, 0.1, ojakv.TOKEN), made[0])
+
+
+def test_a_change_and_its_control_measure_the_same_tokens(subject, monkeypatch, tmp_path):
+    """Behind their own text, or behind another: prompts of one length, which begin with one token."""
+    asked = {}
+    monkeypatch.setattr(
+        ojakv,
+        "changed",
+        lambda _, first, second, at: asked.setdefault(at, []).append((first, second)) or {},
+    )
+    texts = SimpleNamespace(tokens=lambda loaded, name, count: [7, *[-1] * (count - 1)])
+    args = SimpleNamespace(dtype="float32", decode=8, skip=("keep", "subspace", "update"))
+    tokens = [7, *range(100, 2400)]
+    rows = Rows(tmp_path / "rows.jsonl")
+    ojakv.more(subject, {}, 1024, "manual", tokens, rows, {subject.name: None}, texts, args)
+    assert list(asked) == list(ojakv.POINTS)
+    for at, ((own, second), (other, same)) in asked.items():
+        assert second == same == tokens[-at - ojakv.READ :]
+        assert len(own) == len(other) == 512 and own[0] == other[0] == 7
+        assert own[1:] + second == tokens[-at - ojakv.READ - 511 :] and set(other[1:]) == {-1}
+    asked.clear()
+    ojakv.more(subject, {}, 1024, "prose", tokens, rows, {subject.name: None}, texts, args)
+    assert not asked  # its kind changes within

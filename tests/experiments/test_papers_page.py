@@ -85,6 +85,18 @@ def test_few_or_unfinished_texts_are_left_out(tmp_path):
     )
 
 
+def test_a_ratio_is_over_the_task_that_it_names(tmp_path):
+    rows = [
+        row("a", t, task=task, kl=kl) for task, kl in (("x", 1.0), ("y", 4.0)) for t in "123456"
+    ]
+    (tmp_path / "run" / "oscar").mkdir(parents=True)
+    (tmp_path / "run" / "oscar" / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page.keep(tmp_path / "run", tmp_path)
+    figures = Figures(tmp_path)
+    assert figures.over("y", "a", "a", base="x").startswith("4.0")
+    assert figures.over("y", "a", "a").startswith("1.00")
+
+
 def test_differences_have_their_interval(tmp_path):
     nll = [1.0, 1.2, 1.4, 1.1, 1.3, 1.5]
     rows = [row("a", t, nll=x + 0.01 * t) for t, x in enumerate(nll)]
