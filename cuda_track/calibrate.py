@@ -149,7 +149,7 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
 
 
 def fisher(
-    model: PreTrainedModel, layers: set[int], tokens: Sequence[int], bos: int | None = None
+    model: PreTrainedModel, layers: set[int], tokens: Sequence[int], start: Sequence[int] = ()
 ) -> dict[int, np.ndarray]:
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
     second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed_bits`).
@@ -157,7 +157,7 @@ def fisher(
     from cuda_track.models.taps import observing
 
     totals = {layer: np.zeros(()) for layer in layers}
-    first, count = [] if bos is None else [bos], 0
+    count = 0
     shifts: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
 
@@ -174,7 +174,7 @@ def fisher(
                 part = list(tokens[i * sums.DIFFERENTIATED : (i + 1) * sums.DIFFERENTIATED])
                 if len(part) <= sums.FIRST:
                     break
-                ids = torch.tensor([[*first, *part]], device=model.device)
+                ids = torch.tensor([[*start, *part]], device=model.device)
                 logits = model(ids, use_cache=False).logits[0].float()
                 seeded = torch.Generator(logits.device).manual_seed(i)
                 drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=seeded)
@@ -203,7 +203,7 @@ def calibrate(
     tokens: Sequence[int],
     text: str = "",
     window: int = sums.WINDOW,
-    bos: int | None = None,
+    start: Sequence[int] = (),
 ) -> Calibration:
     """Compute the maps of all layers that grow with the context. Raises UserError, MachineError."""
     from cuda_track.models.latent import modules_of
@@ -227,7 +227,7 @@ def calibrate(
     rotaries = rotations(model, tokens[: sums.PROBES], max(positions, window))
     spans = contexts(positions)
     moments: dict[int, Moments] = {}
-    information = fisher(model, growing, tokens, bos)
+    information = fisher(model, growing, tokens, start)
 
     def observe(call: Call) -> None:
         if call.layer in growing:
@@ -238,7 +238,7 @@ def calibrate(
 
     with observing(model, observe), torch.no_grad():
         for part in windows(tokens, window):
-            ids = [*([] if bos is None else [bos]), *part]
+            ids = [*start, *part]
             model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
     if not moments:
         raise UserError("[calibrate] this model has nothing to compress; got no layer that grows")
@@ -299,8 +299,8 @@ def main() -> None:
     loaded = load(options.model, "fp16", options.dtype, options.device)
     text = sources.calibration_tokens(loaded, options.tokens, options.text)
     window = min(sums.WINDOW, context_limit(loaded.model.config.to_dict()) or sums.WINDOW)
-    bos = loaded.tokenizer.bos_token_id
-    calibration = calibrate(loaded, text.tokens, text.name, window, bos)
+    start = sources.start_of(loaded)
+    calibration = calibrate(loaded, text.tokens, text.name, window, start)
     artifact.write_calibration(options.output, calibration)
     console.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
 

@@ -80,9 +80,8 @@ def main():
     model, formats, calibration = loaded.model, options.formats.split(","), None
     if any(parse_kv(name).calibrated for name in formats):
         began, text = time.time(), sources.calibration_tokens(loaded, options.calibrate)
-        bos = loaded.tokenizer.bos_token_id
         with torch.enable_grad():
-            calibration = calibrate(loaded, text.tokens, text.name, bos=bos)
+            calibration = calibrate(loaded, text.tokens, text.name, start=sources.start_of(loaded))
         print(
             f"calibrated: {text.name}, {len(text.tokens)} tokens, {time.time() - began:.0f} s",
             flush=True,

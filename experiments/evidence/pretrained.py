@@ -29,7 +29,7 @@ from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
 from mlxkv import console
 from mlxkv.calibration import TOKENS
-from mlxkv.calibration.measure import WINDOW, bos_of, calibrate
+from mlxkv.calibration.measure import WINDOW, calibrate
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.eval.arms import BASELINE, Arms
@@ -140,9 +140,9 @@ class Subject:
             text = sources.calibration_tokens(self.loaded, TOKENS)
             console.note(f"{self.name}: calibrating on {len(text.tokens)} tokens")
             window = min(WINDOW, self.positions)
-            bos = bos_of(self.loaded.tokenizer)
+            start = sources.start_of(self.loaded)
             calibration = calibrate(
-                self.loaded.model, text.tokens, text=text.name, window=window, bos=bos
+                self.loaded.model, text.tokens, text=text.name, window=window, start=start
             )
             artifact.write_calibration(file, calibration)
         return artifact.read_calibration(file)

@@ -71,8 +71,8 @@ class Texts:
         return names
 
     def tokens(self, loaded, name: str, count: int) -> list[int] | None:
-        """Return the last `count` tokens of a text, the first of them BOS if the model has one; None if it
-        has fewer."""
+        """Return the last `count` tokens of a text, the first of them what the tokenizer puts before texts; None if
+        it has fewer."""
         encoded = self.encoded(loaded, name)
         start = sources.start_of(loaded)
         budget = count - len(start)

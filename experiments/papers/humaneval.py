@@ -46,6 +46,7 @@ from experiments.papers import oscar
 from experiments.papers.runner import Subject, Variant
 from experiments.papers.sandbox import passes
 from mlxkv import console
+from mlxkv.corpora import sources
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval import rows
 from mlxkv.eval.intervals import Interval, newcombe, wilson
@@ -93,7 +94,7 @@ def arranged(
     if context > len(shared):
         raise UserError(f"[--contexts] there are {len(shared)} tokens; got {context}; choose fewer")
     tokenizer = loaded.tokenizer
-    start = tokenizer("")["input_ids"]  # BOS, if the model takes one
+    start = sources.start_of(loaded)
     prompts = [tokenizer(x["prompt"], add_special_tokens=False)["input_ids"] for x in found]
     if context:
         most = len(nearest) - max(map(len, prompts))

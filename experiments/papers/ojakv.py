@@ -55,6 +55,7 @@ from experiments.papers.oja import (
 )
 from experiments.papers.runner import Subject, Variant, pair_of
 from mlxkv import console
+from mlxkv.corpora import sources
 from mlxkv.eval.rows import Row, Rows
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.lowrank import STAY, LowRank
@@ -250,9 +251,10 @@ def more(subject, made, context, text, tokens, rows: Rows, readings, texts: Text
         return
     half = context // 2 // PAGE * PAGE
     other = texts.tokens(subject.loaded, CHANGES[text], half)
+    start = len(sources.start_of(subject.loaded))
     for at in POINTS:
         end = len(tokens) - at - READ
-        own = [*tokens[:1], *tokens[end - half + 1 : end]]
+        own = [*tokens[:start], *tokens[end - half + start : end]]
         for task, first in (("control", own), ("change", other)):
             if first is not None and end >= half:
                 add(f"{task} {at}", text, partial(changed, reading, first, tokens[end:], at))

@@ -128,8 +128,8 @@ class Subject:
         file = self._file("calibration")
         if not file.exists():
             text, window = self._calibration_text(), min(WINDOW, self.positions)
-            bos = self.loaded.tokenizer.bos_token_id
-            made = calibrate(self.loaded, text.tokens, text.name, window, bos)
+            start = sources.start_of(self.loaded)
+            made = calibrate(self.loaded, text.tokens, text.name, window, start)
             artifact.write_calibration(file, made)
         return artifact.read_calibration(file)
 
@@ -167,11 +167,11 @@ class Subject:
                 sums[key] = sums.get(key, 0) + (x.mT @ x).cpu()
                 counts[key] = counts.get(key, 0) + x.shape[1]
 
-        bos = self.loaded.tokenizer.bos_token_id
+        start = sources.start_of(self.loaded)
         with observing(self.model, observe), torch.no_grad():
             text = self._calibration_text().tokens
             for part in windows(text, min(WINDOW, self.positions)):
-                ids = [*([] if bos is None else [bos]), *part]
+                ids = [*start, *part]
                 ids = torch.tensor([ids], device=self.model.device)
                 self.model(ids, use_cache=False, logits_to_keep=1)
         out = {key: torch.cat(parts, 1) for key, parts in rows.items()}

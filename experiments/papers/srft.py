@@ -198,8 +198,8 @@ def rows_after(subject: Subject) -> dict[Key, torch.Tensor]:
 def rows_before(subject: Subject) -> dict[Key, torch.Tensor]:
     """Return the same with keys before RoPE."""
     count = len(sources.calibration_tokens(subject.loaded, subject.budget).tokens)
-    bos = subject.loaded.tokenizer.bos_token_id is not None
-    sizes = [len(part) + bos for part in windows(range(count), min(WINDOW, subject.positions))]
+    start = len(sources.start_of(subject.loaded))
+    sizes = [len(part) + start for part in windows(range(count), min(WINDOW, subject.positions))]
     positions = torch.cat([torch.arange(size) for size in sizes]).to(subject.model.device)
     out = rows_after(subject)
     return out | {k: turned(subject, x, positions, -1) for k, x in out.items() if k[1] == SIDES[0]}

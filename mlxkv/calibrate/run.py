@@ -10,10 +10,10 @@ from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.calibration import clips
 from mlxkv.calibration.fitting import read_calibration
 from mlxkv.calibration.learn import Outcomes, learn, steps
-from mlxkv.calibration.measure import LEAST, WINDOW, bos_of, on_text
+from mlxkv.calibration.measure import LEAST, WINDOW, on_text
 from mlxkv.calibration.moments import Sample
 from mlxkv.console import human_bytes, note, print_table, progress, say, say_whole, user_path
-from mlxkv.corpora.sources import Text, calibration_tokens
+from mlxkv.corpora.sources import Text, calibration_tokens, start_of
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
@@ -60,7 +60,7 @@ def run_fitting(options: CalibrateOptions) -> None:
     path = out or artifact.kept_path(calibration.fingerprint)
     calibration, trials = _with_kept_clips(calibration, path), {}
     if searched := searched_presets(options):
-        reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
+        reading = {"window": min(WINDOW, loaded.context or WINDOW), "start": start_of(loaded)}
         with progress("searching clips", len(text.tokens) * len(searched)) as told:
             for name, config in searched.items():
                 calibration, trials[name] = clips.search(

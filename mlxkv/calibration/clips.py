@@ -82,7 +82,7 @@ def search(
     tokens: Sequence[int],
     *,
     window: int = WINDOW,
-    bos: int | None = None,
+    start: Sequence[int] = (),
     candidates: Sequence[float] = CANDIDATES,
     progress: Progress | None = None,
 ) -> tuple[Calibration, dict[str, Trial]]:
@@ -98,8 +98,7 @@ def search(
     if reason := why_not(config):
         raise UserError(f"[search-clip] {reason}")
     parts = windows(tokens, window)
-    lead = [] if bos is None else [bos]
-    if not parts or len(lead) + len(parts[-1]) - 1 <= config.window:
+    if not parts or len(start) + len(parts[-1]) - 1 <= config.window:
         raise UserError(
             f"[search-clip] too little text at once; got {len(parts[-1]) if parts else 0} tokens; "
             f"this preset keeps {config.window} exact, choose more than that"
@@ -127,10 +126,10 @@ def search(
             for name, observer in observers.items():
                 put(caches, places[name][0], observer)
             cut = max(0, len(part) - CHUNK)
-            read(model, caches, part[:cut], lead)
+            read(model, caches, part[:cut], start)
             for name, observer in observers.items():
                 observer.on_attention = partial(judge, name)
-            read(model, caches, part[cut:], [] if cut else lead)
+            read(model, caches, part[cut:], () if cut else start)
             if progress:
                 progress(len(part))
     for name, trial in trials.items():

@@ -55,7 +55,7 @@ def fisher(
     model: nn.Module,
     heads: dict[Place, int],
     tokens: Sequence[int],
-    first: list[int],
+    first: Sequence[int],
     progress: Callable[[int], None] | None = None,
 ) -> dict[Place, np.ndarray]:
     """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,

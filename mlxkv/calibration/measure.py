@@ -24,7 +24,7 @@ from mlxkv.calibration import TOKENS
 from mlxkv.calibration.begun import Begun
 from mlxkv.calibration.exchange import ExchangeMeasure, fisher
 from mlxkv.calibration.moments import ROWS, Moments, Readers, Sample, rotations, unit_basis
-from mlxkv.corpora.sources import Text, calibration_tokens
+from mlxkv.corpora.sources import Text, calibration_tokens, start_of
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, sums
@@ -60,7 +60,7 @@ def calibrate(
     *,
     text: str = "",
     window: int = WINDOW,
-    bos: int | None = None,
+    start: Sequence[int] = (),
     positions: int | None = None,
     progress: Progress | None = None,
     samples: dict[str, Sample] | None = None,
@@ -68,7 +68,7 @@ def calibrate(
 ) -> Calibration:
     """Calibrate all compressible layers of `model` (any model of mlx-lm).
 
-    tokens: the text, read in independent windows of `window` tokens, each after `bos`. positions: the length of context
+    tokens: the text, in independent windows of `window` tokens, each after `start`. positions: the length of context
     to calibrate for; by default the model's, or DEFAULT_CONTEXT if that is unknown. text: its name. progress: called
     with the tokens done since the last call (GRADIENT times if they are differentiated). samples: filled with up to
     ROWS keys and values per kv head by layer. begun: holds the sums of each whole window; what is in it is not read
@@ -83,7 +83,6 @@ def calibrate(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
             f"better {TOKENS}"
         )
-    lead = [] if bos is None else [bos]
     with patched(model):
         shapes = _compressible(model)
         positions = positions or _positions(model)
@@ -102,7 +101,7 @@ def calibrate(
             else:
                 heads = {place: shape.heads for place, shape in shapes.items()}
                 found = fisher(
-                    model, heads, tokens, lead, progress and (lambda n: progress(GRADIENT * n))
+                    model, heads, tokens, start, progress and (lambda n: progress(GRADIENT * n))
                 )
                 for place, x in found.items():
                     moments[place].exchange = ExchangeMeasure(x)
@@ -119,7 +118,7 @@ def calibrate(
             caches, observers = own_caches(model), {p: x.observer() for p, x in moments.items()}
             for place, observer in observers.items():
                 put(caches, place, observer)
-            read(model, caches, part, lead, progress)
+            read(model, caches, part, start, progress)
             for place, observer in observers.items():
                 if isinstance(observer, PlainObserver):
                     moments[place].end_window(observer.exact[0])
@@ -194,7 +193,7 @@ def read(
     model: nn.Module,
     caches: list,
     tokens: Sequence[int],
-    first: list[int],
+    first: Sequence[int],
     progress: Progress | None = None,
 ) -> None:
     """Run `first` and then `tokens` through the model, CHUNK of these at a time."""
@@ -216,14 +215,14 @@ def on_text(
 ) -> Calibration:
     """Calibrate on a text with progress on stderr. source: the model's tokenizer and context. samples: as in
     `calibrate`. kept: the file that keeps the sums when Ctrl-C breaks it off, and to go on from."""
-    window, bos = min(WINDOW, source.context or WINDOW), bos_of(source.tokenizer)
+    window, start = min(WINDOW, source.context or WINDOW), start_of(source)
     parts, count = [len(part) for part in windows(text.tokens, window)], len(text.tokens)
     of = {
         "version": __version__,
         "fingerprint": source.fingerprint,
         "text": _digest(text.tokens),
         "window": window,
-        "bos": bos,
+        "start": start,
     }
     begun = None if kept is None else Begun.read(kept, of)
     steps = sum(parts) + GRADIENT * min(count, TIMES * DIFFERENTIATED)
@@ -239,7 +238,7 @@ def on_text(
                 text.tokens,
                 text=text.name,
                 window=window,
-                bos=bos,
+                start=start,
                 progress=progress,
                 samples=samples,
                 begun=begun,
@@ -259,8 +258,3 @@ def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
     """Calibrate with default settings, as `mlxkv calibrate` does; Ctrl-C keeps what is measured for the next time."""
     kept = artifact.kept_path(origin.fingerprint).with_suffix(".begun")
     return on_text(model, origin, calibration_tokens(origin, TOKENS), kept=kept)
-
-
-def bos_of(tokenizer) -> int | None:
-    """Return the token that starts a text, or None."""
-    return getattr(tokenizer, "bos_token_id", None)

@@ -24,6 +24,7 @@ CALIBRATES = 4  # one in this many topics of Python's documentation is for calib
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
 PART = 1 << 16  # characters to encode at once, so that long files are read only as far as needed
 BETWEEN = "\n\n"
+LETTER = "a"  # a text, to see what a tokenizer puts before it
 TEXTS = (".txt", ".md")  # files of a folder of texts
 _EMPTY_LINE = re.compile(r"\n\s*\n")
 
@@ -37,16 +38,19 @@ class Text:
 
 
 def start_of(loaded) -> list[int]:
-    """Return the BOS token of a model, or nothing if its tokenizer has none."""
-    bos = getattr(loaded.tokenizer, "bos_token_id", None)
-    return [] if bos is None else [bos]
+    """Return the tokens that the model's tokenizer puts before every text: a BOS token, others, or none. loaded: a
+    `mlxkv.Loaded`, or what else has a tokenizer."""
+    whole = list(loaded.tokenizer.encode(LETTER))
+    plain = list(loaded.tokenizer.encode(LETTER, add_special_tokens=False))
+    ends = range(len(whole) - len(plain) + 1)
+    return next((whole[:i] for i in ends if whole[i : i + len(plain)] == plain), [])
 
 
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
 
     loaded: a `mlxkv.Loaded`, for its tokenizer. Built-in text is the corpus, then the documentation of the
-    running Python. A BOS token is put first if the tokenizer has one.
+    running Python. What the tokenizer puts before every text comes first (`start_of`).
 
     Raises UserError if a file cannot be read or if there are fewer than `count` tokens.
     """

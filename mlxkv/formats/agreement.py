@@ -32,7 +32,7 @@ TEXTS = 6
 STUDENT = 2.015  # the 95th percentile of Student's t with TEXTS - 1 degrees of freedom
 DIFFER = 0.3  # standard deviation of what is expected of a text, over its mean (docs/results/agreement.md)
 MADE_BY = (
-    f"{__version__} 4"  # count it up with how a share is measured: kept choices are then made anew
+    f"{__version__} 5"  # count it up with how a share is measured: kept choices are then made anew
 )
 LARGEST = 1 << 20  # bytes of a file
 

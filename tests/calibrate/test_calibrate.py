@@ -46,7 +46,7 @@ def test_streamed_moments_equal_direct_ones(subtests, model, monkeypatch):
     for window, chunk, before in [(700, 512, ()), (350, 64, (1,))]:
         with subtests.test(window=window, chunk=chunk):
             monkeypatch.setattr(measure, "CHUNK", chunk)
-            made = measure.calibrate(model, TEXT, window=window, bos=next(iter(before), None))
+            made = measure.calibrate(model, TEXT, window=window, start=before)
             assert list(made.layers) == ["0", "1"]
             seen = seen_by(model, TEXT, window, before)
             for windows, layer in zip(seen, made.layers.values(), strict=True):

@@ -31,8 +31,8 @@ class Characters:
         self.bos_token_id = bos
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(c) for c in text]
+        before = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return before + [ord(c) for c in text]
 
 
 def model(bos: int | None = BOS) -> SimpleNamespace:
@@ -46,6 +46,28 @@ def decode(tokens: list[int]) -> str:
 def sizes() -> int:
     """Characters of the whole evaluation corpus as it is read."""
     return sum(len(piece) + 2 for piece in corpus.interleaved("evaluation"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((BOS,), (), [BOS]),
+        ((), (), []),
+        ((7, 8), (), [7, 8]),
+        ((BOS,), (9,), [BOS]),
+        ((), (9,), []),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_begins_them(before, after, expected):
+    """A tokenizer that has a BOS token and puts none, as Qwen's; two tokens, as GLM's; an EOS token behind."""
+    made = Characters()
+    made.encode = lambda text, add_special_tokens=True: (
+        [*before, *map(ord, text), *after] if add_special_tokens else [*map(ord, text)]
+    )
+    loaded = SimpleNamespace(tokenizer=made)
+    assert sources.start_of(loaded) == expected
+    assert evaluation_tokens(loaded, 20).tokens[: len(expected) + 1][:-1] == expected
+    assert not {7, 8, 9} & set(evaluation_tokens(loaded, 20).tokens[len(expected) :])
 
 
 @pytest.fixture(autouse=True)

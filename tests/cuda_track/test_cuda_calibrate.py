@@ -43,13 +43,13 @@ def made(loaded, tokens):
     """What errors cost is of the likeliest tokens, not of drawn ones: so both tracks have the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "multinomial", lambda p, n, generator: p.argmax(-1, keepdim=True))
-        return calibrate.calibrate(loaded, tokens, "a text", bos=1)
+        return calibrate.calibrate(loaded, tokens, "a text", start=[1])
 
 
 def test_moments_are_those_of_mlx(made, tokens, monkeypatch):
     monkeypatch.setattr(mx.random, "categorical", lambda logits, key: mx.argmax(logits, -1))
     theirs = mlxkv.load(TINY, "fp16", dtype="float32")
-    right = mlx_calibrate.calibrate(theirs.model, tokens, text="a text", bos=1)
+    right = mlx_calibrate.calibrate(theirs.model, tokens, text="a text", start=[1])
     assert set(made.layers) == set(right.layers)
     assert made.fingerprint == right.fingerprint
     assert made.text_digest == right.text_digest
@@ -81,7 +81,7 @@ def test_layers_whose_rotation_is_not_seen_are_said(subtests, loaded, tokens, mo
     for dtype, layer, advice in ("float32", last, ""), ("bfloat16", None, "; try --dtype float32"):
         with subtests.test(dtype=dtype):
             monkeypatch.setattr(calibrate, "rotations", one_less)
-            made = calibrate.calibrate(load(TINY, "fp16", dtype), tokens, "a text", bos=1)
+            made = calibrate.calibrate(load(TINY, "fp16", dtype), tokens, "a text", start=[1])
             assert made.positions == len(tokens)
             count, said = re.match(
                 r"\[calibrate\] (\d) of 4 (.*)", capsys.readouterr().err

@@ -149,7 +149,10 @@ def test_prompts_behind_a_context_have_one_length(tiny, out):
 
     class TakesBos:
         def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": [1] * add_special_tokens + [7] * len(text)}
+            return {"input_ids": self.encode(text, add_special_tokens)}
+
+        def encode(self, text, add_special_tokens=True):
+            return [1] * add_special_tokens + [7] * len(text)
 
     taking = SimpleNamespace(tokenizer=TakesBos(), fingerprint=tiny.fingerprint)
     for context, known in (300, [1, *library[-299:]]), (0, [1]):

@@ -80,10 +80,10 @@ def test_moments_are_those_of_the_spec(subject):
     """Rows of the calibration text: the second moments of queries and of attention's outputs."""
     calls = {}
     ids = sources.calibration_tokens(subject.loaded, 600).tokens
-    bos = subject.loaded.tokenizer.bos_token_id
+    start = sources.start_of(subject.loaded)
     with observing(subject.model, lambda call: calls.setdefault(call.layer, call) and None):
         with torch.no_grad():
-            subject.model(torch.tensor([[bos, *ids]]), use_cache=False)
+            subject.model(torch.tensor([[*start, *ids]]), use_cache=False)
     layer = subject.layers[1]
     call = calls[1]
     q, k, v = (x.double().numpy() for x in (call.queries, call.keys, call.values))

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from experiments.papers import ojakv
@@ -28,24 +29,28 @@ def test_steps_are_those_of_the_spec():
     torch.testing.assert_close(ojakv.step(made[0], large, 0.1, ojakv.TOKEN), made[0])
 
 
-def test_a_change_and_its_control_measure_the_same_tokens(subject, monkeypatch, tmp_path):
-    """Behind their own text, or behind another: prompts of one length, which begin with one token."""
+@pytest.mark.parametrize("start", [[7], []])
+def test_a_change_and_its_control_measure_the_same_tokens(subject, monkeypatch, tmp_path, start):
+    """Behind their own text, or behind another: prompts of one length, which begin as the tokenizer begins texts."""
     asked = {}
     monkeypatch.setattr(
         ojakv,
         "changed",
         lambda _, first, second, at: asked.setdefault(at, []).append((first, second)) or {},
     )
-    texts = SimpleNamespace(tokens=lambda loaded, name, count: [7, *[-1] * (count - 1)])
+    monkeypatch.setattr(ojakv.sources, "start_of", lambda loaded: start)
+    n = len(start)
+    texts = SimpleNamespace(tokens=lambda loaded, name, count: [*start, *[-1] * (count - n)])
     args = SimpleNamespace(dtype="float32", decode=8, skip=("keep", "subspace", "update"))
-    tokens = [7, *range(100, 2400)]
+    tokens = [*start, *range(100, 2400)]
     rows = Rows(tmp_path / "rows.jsonl")
     ojakv.more(subject, {}, 1024, "manual", tokens, rows, {subject.name: None}, texts, args)
     assert list(asked) == list(ojakv.POINTS)
     for at, ((own, second), (other, same)) in asked.items():
         assert second == same == tokens[-at - ojakv.READ :]
-        assert len(own) == len(other) == 512 and own[0] == other[0] == 7
-        assert own[1:] + second == tokens[-at - ojakv.READ - 511 :] and set(other[1:]) == {-1}
+        assert len(own) == len(other) == 512 and own[:n] == other[:n] == start
+        assert own[n:] + second == tokens[-at - ojakv.READ - 512 + n :]
+        assert set(other[n:]) == {-1}
     asked.clear()
     ojakv.more(subject, {}, 1024, "prose", tokens, rows, {subject.name: None}, texts, args)
     assert not asked  # its kind changes within

@@ -137,8 +137,8 @@ def test_variants_before_rope_turn_keys_back(subject):
     for i, pair in subject.reconstruct(exact, variant).items():
         for x, own in zip(pair, (exact.layers[i].keys, exact.layers[i].values), strict=True):
             assert 0 < (x - own[0]).norm() < 0.02 * own.norm()
-    bos = subject.loaded.tokenizer.bos_token_id
-    first = subject.prefill([bos, *srft.sources.calibration_tokens(subject.loaded, 600).tokens])
+    start = srft.sources.start_of(subject.loaded)
+    first = subject.prefill([*start, *srft.sources.calibration_tokens(subject.loaded, 600).tokens])
     i = subject.growing[0]
     keys = first.layers[i].keys[0]
     plain = srft.turned(subject, keys, torch.arange(keys.shape[1]), -1)
