@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from experiments.evidence import packages, questions
@@ -31,9 +34,9 @@ from mlxkv import console
 from mlxkv.calibration import TOKENS
 from mlxkv.calibration.measure import WINDOW, calibrate
 from mlxkv.corpora import sources
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.divergence import measure_stored
+from mlxkv.eval.divergence import Tokens, compare, joined
 from mlxkv.eval.engine import Part, computed
 from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
@@ -62,6 +65,7 @@ DEFAULTS = {
     "decode": (256, 64),
     "documents": (DOCUMENTS, 2),
     "texts_at_most": (len(TEXTS), 4),
+    "together": (len(TEXTS), 1),
 }
 
 
@@ -161,30 +165,42 @@ class Subject:
             return
         computed(self.arms(job.windows), parts, self.rows, job.presets, tolerant=True)
 
-    def _part(self, task: str, text: str, context: int, tokens: list[int], measured) -> Part:
-        """measured: (arms, names, progress) -> numbers by arm, to which the row adds what the arm stores."""
-        length = self.length(context)
+    def _parts(self, task: str, context: int, found: Mapping[str, Any], measured) -> list[Part]:
+        """Return a part for each --together of `found`, by the name of a text. measured: (arms, names, some of `found`,
+        progress) -> name and numbers of each text, to which rows add what the arm stores."""
+        length, parts = self.length(context), []
 
-        def run(arms: Arms, names: list[str], progress):
-            for name, numbers in measured(arms, names, progress):
-                about = {"length": length, "dtype": str(arms.loaded.dtype).split(".")[-1]}
-                yield name, arms.bits(name, length) | about | numbers
+        def part(names: Sequence[str], steps: int) -> Part:
+            texts = [found[x] for x in names]
 
-        return Part(task, text, context, run, len(tokens) - 1, {"tokens": tokens})
+            def run(arms: Arms, presets: list[str], progress):
+                for preset, numbers in measured(arms, presets, texts, progress):
+                    about = {"length": length, "dtype": str(arms.loaded.dtype).split(".")[-1]}
+                    about |= arms.bits(preset, length)
+                    yield preset, [about | x for x in numbers]
+
+            asks = {"tokens": tokens_of(found[names[0]])}
+            beside = tuple(part([x], 0) for x in names[1:])
+            return Part(task, names[0], context, run, steps, asks, beside)
+
+        names = list(found)
+        for i in range(0, len(names), self.args.together):
+            group = names[i : i + self.args.together]
+            parts.append(part(group, sum(len(tokens_of(found[x])) - 1 for x in group)))
+        return parts
 
     def _texts(self, context: int) -> list[Part]:
-        length, parts = self.length(context), []
+        length, found = self.length(context), {}
         for name in self.texts.names[: self.args.texts_at_most]:
-            tokens = self.texts.tokens(self.loaded, name, length + self.args.decode + 1)
-            if tokens is None:
+            found[name] = self.texts.tokens(self.loaded, name, length + self.args.decode + 1)
+            if found[name] is None:
                 console.note(f"{self.name}: {name} is too short for {context} tokens, left out")
-                continue
+                del found[name]
 
-            def measured(arms, names, progress, tokens=tokens):
-                return measure_stored(arms, names, tokens, length, progress)
+        def measured(arms, presets, texts, progress):
+            return stored(arms, presets, texts, length, progress)
 
-            parts.append(self._part(KL, name, context, tokens, measured))
-        return parts
+        return self._parts(KL, context, found, measured)
 
     def _forms(self, context: int) -> tuple[str, ...]:
         """Return the forms of question that full precision answers at this context, tried on every document."""
@@ -202,8 +218,7 @@ class Subject:
         model has no more positions for the questions behind them."""
         budget = questions.ROOM * len(questions.NAMES)
         budget *= questions.per_form(context) + questions.SHOTS
-        length = min(context, self.positions - budget)
-        parts = []
+        length, found = min(context, self.positions - budget), {}
         for i in questions.places(context, self.args.documents):
             text = self.texts.encoded(self.loaded, f"document-{i % DOCUMENTS + 1}")
             text = text[: len(text) - i // DOCUMENTS * context]
@@ -211,32 +226,97 @@ class Subject:
                 asked = document(self.loaded, text, i, length, context, forms)
             except ValueError:  # the text is too short for this model
                 continue
-
-            def measured(arms, names, progress, asked=asked):
-                return answered(arms, names, asked, progress)
-
-            name = f"document-{i + 1}"
-            parts.append(self._part(task, name, context, asked.tokens, measured))
-        return parts
+            found[f"document-{i + 1}"] = asked
+        return self._parts(task, context, found, answered)
 
 
-def answered(arms: Arms, names: Sequence[str], asked: Asked, progress):
-    """Yield name and numbers of each arm: by form of question which answers are right, and their mean negative log
-    likelihood a token. All arms go on from the document that full precision has read."""
-    begin, rest = asked.tokens[: asked.length], asked.tokens[asked.length :]
+def tokens_of(text: Asked | Sequence[int]) -> Sequence[int]:
+    return text.tokens if isinstance(text, Asked) else text
+
+
+def stored(
+    arms: Arms, names: Sequence[str], texts: Sequence[Sequence[int]], context: int, progress
+) -> Iterator[tuple[str, list[dict]]]:
+    """Yield name and numbers of each arm, of each text: full precision reads `context` tokens once, each cache stores
+    their keys and values, and the other tokens are read through it, `reading.DECODE` at a time; all texts at once.
+    Raises MachineError."""
+    whole = mx.array([list(text) for text in texts])
+    begin, rest = whole[:, :context], whole[:, context:]
+    with arms.attached(BASELINE) as loaded:
+        exact = reading.prefill(loaded, begin)
+        base = list(reading.follow(loaded, deepcopy(exact), rest[:, :-1]))
+    for name in names:
+        with arms.attached(name) as loaded:
+            cache = reading.stored(loaded, begin, exact)
+            kv_bytes = arms.stored(name, cache) // len(texts)
+            own = reading.follow(loaded, cache, rest[:, :-1])
+            scored = _by_text(zip(base, own, strict=True), rest, compare)
+        if not all(np.isfinite(x.kl).all() for x in scored):
+            raise MachineError("[eval] NaN or infinity in the KL")
+        progress(whole.size - len(whole))
+        yield name, [_numbers(x) | {"kv_bytes": kv_bytes} for x in scored]
+
+
+def _by_text(steps: Iterable[Sequence[mx.array]], rest: mx.array, score) -> list[Tokens]:
+    """Return the scores of each text. steps: logits [B, n, vocabulary], one or several, of n tokens at a time; rest:
+    [B, T], which they predict from the second on. score: (logits [B n, vocabulary].., true tokens [B n]) -> scores."""
+    parts: list[list[Tokens]] = [[] for _ in rest]
+    at = 1
+    for logits in steps:
+        n = logits[0].shape[1]
+        new = score(*(x.reshape(-1, x.shape[-1]) for x in logits), rest[:, at : at + n].flatten())
+        for i, part in enumerate(parts):
+            part.append(new[i * n : (i + 1) * n])
+        at += n
+    return [joined(part) for part in parts]
+
+
+def _numbers(scored: Tokens) -> dict:
+    return {
+        "tokens": len(scored),
+        "kl": float(scored.kl.mean()),
+        "kl_p99": float(np.percentile(scored.kl, 99)),
+        "top1": float(scored.same.mean()),
+        "nll": float(scored.nll.mean()),
+        "nll_base": float(scored.nll_base.mean()),
+    }
+
+
+def answered(
+    arms: Arms, names: Sequence[str], documents: Sequence[Asked], progress
+) -> Iterator[tuple[str, list[dict]]]:
+    """Yield name and numbers of each arm, of each document: by form of question which answers are right, and their mean
+    negative log likelihood a token. All arms go on from the documents that full precision has read; shorter questions
+    are filled up behind, where nothing sees it. The documents have one length."""
+    length, longest = documents[0].length, max(len(x.tokens) for x in documents)
+    whole = mx.array([[*x.tokens, *x.tokens[-1:] * (longest - len(x.tokens))] for x in documents])
+    begin, rest = whole[:, :length], whole[:, length:]
     with arms.attached(BASELINE) as loaded:
         exact = reading.prefill(loaded, begin)
     for name in names:
         with arms.attached(name) as loaded:
             cache = reading.stored(loaded, begin, exact)
-            same, nll = (np.array(x) for x in reading.likely(loaded, cache, rest))
-        right, means = {}, {}
-        for form, spans in asked.spans.items():
-            places = [slice(a - asked.length - 1, b - asked.length - 1) for a, b in spans]
-            right[form] = [bool(same[p].all()) for p in places]
-            means[form] = float(np.mean([nll[p].mean() for p in places]))
-        progress(len(asked.tokens) - 1)
-        yield name, {"right": right, "answer_nll": means}
+            own = reading.follow(loaded, cache, rest[:, :-1])
+            scored = _by_text(((x,) for x in own), rest, _likely)
+        progress(sum(len(x.tokens) - 1 for x in documents))
+        yield name, [_right(*x) for x in zip(documents, scored, strict=True)]
+
+
+def _likely(logits: mx.array, true: mx.array) -> Tokens:
+    """Return whether true tokens [N] are the likeliest ones, and their negative log likelihood."""
+    at_true = mx.take_along_axis(logits, true[:, None], axis=-1)[:, 0]
+    arrays = mx.logsumexp(logits, axis=-1) - at_true, mx.argmax(logits, axis=-1) == true
+    nll, same = (np.array(x, dtype=np.float64) for x in arrays)
+    return Tokens(nll, nll, np.zeros_like(nll), same)
+
+
+def _right(asked: Asked, scored: Tokens) -> dict:
+    right, means = {}, {}
+    for form, spans in asked.spans.items():
+        places = [slice(a - asked.length - 1, b - asked.length - 1) for a, b in spans]
+        right[form] = [bool(scored.same[p].all()) for p in places]
+        means[form] = float(np.mean([scored.nll[p].mean() for p in places]))
+    return {"right": right, "answer_nll": means}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -273,6 +353,7 @@ def _parser() -> Parser:
     add("--decode", type=int, help="tokens after each context")
     add("--documents", type=int, help="of questions; 0: none")
     add("--texts-at-most", type=int, help="for a short trial")
+    add("--together", type=int, help="texts that are read at once")
     add("--dtype", default="float32", help="float32, float16 or bfloat16")
     return parser
 
@@ -288,6 +369,7 @@ def _checked(args):
     args.contexts = [console.parse_tokens(text, "--contexts") for text in args.contexts]
     at_least("--decode", args.decode, 8)
     at_least("--documents", args.documents, 0)
+    at_least("--together", args.together, 1)
     if args.documents > DOCUMENTS:
         raise UserError(f"[--documents] there are {DOCUMENTS}; got {args.documents}; choose fewer")
     try:

@@ -9,8 +9,7 @@ goes on from there. Each of several texts is a part of its own.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,10 +17,8 @@ import numpy as np
 
 from mlxkv.catalog.shapes import text_config
 from mlxkv.corpora import sources
-from mlxkv.errors import MachineError
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.engine import Part, Results, TaskOptions
-from mlxkv.generate import reading
 from mlxkv.generate.generation import prefill_step
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
@@ -155,44 +152,6 @@ def measure(
             "kv_bytes": stored[name],
         }
     return out
-
-
-def measure_stored(
-    arms: Arms,
-    names: Sequence[str],
-    tokens: list[int],
-    context: int,
-    progress: Callable[[int], None],
-) -> Iterator[tuple[str, dict]]:
-    """Yield name and numbers of each arm: full precision reads tokens[:context] once, each cache stores its keys and
-    values, and the other tokens are read through it, `reading.DECODE` at a time. Raises MachineError."""
-    begin, rest = tokens[:context], tokens[context:]
-    targets = mx.array(rest[1:])
-    with arms.attached(BASELINE) as loaded:
-        exact = reading.prefill(loaded, begin)
-        base = mx.concatenate([*reading.follow(loaded, deepcopy(exact), rest[:-1])])
-    for name in names:
-        with arms.attached(name) as loaded:
-            cache = reading.stored(loaded, begin, exact)
-            kv_bytes = arms.stored(name, cache)
-            scored = compare(
-                base, mx.concatenate([*reading.follow(loaded, cache, rest[:-1])]), targets
-            )
-        if not np.isfinite(scored.kl).all():
-            raise MachineError("[eval] NaN or infinity in the KL")
-        progress(len(tokens) - 1)
-        yield (
-            name,
-            {
-                "tokens": len(scored),
-                "kl": float(scored.kl.mean()),
-                "kl_p99": float(np.percentile(scored.kl, 99)),
-                "top1": float(scored.same.mean()),
-                "nll": float(scored.nll.mean()),
-                "nll_base": float(scored.nll_base.mean()),
-                "kv_bytes": kv_bytes,
-            },
-        )
 
 
 def compare(base: mx.array, logits: mx.array, targets: mx.array) -> Tokens:

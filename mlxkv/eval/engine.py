@@ -42,6 +42,7 @@ class Part:
     """One task on one text. task, text, context: identify its rows. asks: all other inputs of a result besides model
     and arm, as plain data; a stored result is used only if they are equal. run: (arms, names, progress) -> name and
     result of each arm, in order; names: only those without a stored result. steps: the sum of progress per name.
+    beside: parts on other texts, read at once: a result is then a list, this part's first.
     """
 
     task: str
@@ -50,6 +51,11 @@ class Part:
     run: Callable[[Arms, list[str], Callable[[int], None]], Iterable[tuple[str, dict]]]
     steps: int
     asks: dict = field(default_factory=dict)
+    beside: tuple[Part, ...] = ()
+
+    @property
+    def texts(self) -> tuple[Part, ...]:
+        return self, *self.beside
 
     @cached_property
     def digest(self) -> str:
@@ -100,7 +106,8 @@ def computed(
     names = arms.names if names is None else names
     missing = []
     for part in parts:
-        if left := [name for name in names if rows.get(*row_of(arms, part, name)) is None]:
+        left = [n for n in names if any(rows.get(*row_of(arms, x, n)) is None for x in part.texts)]
+        if left:
             missing.append((part, left))
     left_steps = sum(part.steps * len(left) for part, left in missing)
     total = sum(part.steps for part in parts) * len(names)
@@ -120,7 +127,9 @@ def computed(
                 )
             raise
     found = [
-        (part, {name: rows.get(*row_of(arms, part, name)) for name in names}) for part in parts
+        (one, {name: rows.get(*row_of(arms, one, name)) for name in names})
+        for part in parts
+        for one in part.texts
     ]
     return [(part, {name: x for name, x in of.items() if x}) for part, of in found]
 
@@ -133,13 +142,17 @@ def _compute(
     while left:
         try:
             for name, numbers in part.run(arms, list(left), progress):
-                rows.add(*row_of(arms, part, name), numbers)
+                each = numbers if isinstance(numbers, list) else [numbers]
+                for one, own in zip(part.texts, each, strict=True):
+                    rows.add(*row_of(arms, one, name), own)
                 left.remove(name)
         except Exception as error:
             if not tolerant:
                 raise
             name = left.pop(0)
-            rows.add(*row_of(arms, part, name), {"error": _failure(error, name)})
+            failure = {"error": _failure(error, name)}
+            for one in part.texts:
+                rows.add(*row_of(arms, one, name), failure)
     gc.collect()  # caches, before those of the next part are made
 
 

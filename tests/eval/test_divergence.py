@@ -11,7 +11,6 @@ from mlxkv.eval import divergence
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.divergence import Tokens, summary
 from mlxkv.eval.engine import TaskOptions
-from mlxkv.generate import reading
 from mlxkv.loading.load import load
 
 CONTEXT, DECODE = 384, 24
@@ -135,29 +134,6 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))
     assert decode["kl"]["max"] == pytest.approx(max(one["kl"]["max"] for one in own))
     assert decode["ppl_base"] == pytest.approx(np.prod([one["ppl_base"] for one in own]) ** 0.5)
-
-
-def test_arms_go_on_from_what_full_precision_has_read(arms, tokens):
-    """Full precision's own numbers are those of its logits; fewer bits diverge more, and take less."""
-    seen, names = [], ["fp16", "int8", "srft-int2+g32"]
-    found = dict(divergence.measure_stored(arms, names, tokens, CONTEXT, seen.append))
-    assert list(found) == names and sum(seen) == len(names) * (CONTEXT + DECODE)
-    with arms.attached("fp16"):
-        logits = arms.loaded.model(mx.array(tokens[:-1])[None])[0].astype(mx.float32)
-    logs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    exact = -logs[np.arange(len(tokens) - 1), tokens[1:]]
-    assert found["fp16"]["kl"] == 0 and found["fp16"]["top1"] == 1
-    assert found["fp16"]["tokens"] == DECODE
-    for one in found.values():
-        assert one["nll_base"] == pytest.approx(exact[CONTEXT:].mean(), abs=2e-3)
-    with arms.attached("fp16"):
-        read = reading.prefill(arms.loaded, tokens[:CONTEXT])
-    with arms.attached("int8"):
-        cache = reading.stored(arms.loaded, tokens[:CONTEXT], read)
-    assert [layer.offset for layer in cache] == [CONTEXT] * len(read)
-    assert 0 < found["int8"]["kl"] < found["srft-int2+g32"]["kl"]
-    stored = [one["kv_bytes"] for one in found.values()]
-    assert stored[0] > stored[1] > stored[2]
 
 
 def test_summary_is_what_its_names_say():

@@ -102,6 +102,12 @@ def test_ratios_are_of_presets_on_the_same_texts(ran, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["int4/int4 m 1K: 1.00 [1.00, 1.00]", "int4/int4 m 2K: 1.00 [1.00, 1.00]"]
     assert not (tmp_path / "run.md").exists()
+    fewer = [one for one in ran if one["text"] != TEXTS[0] and one["task"] == "kl"]
+    stored(tmp_path / "half", [{**one, "kl": one["kl"] / 2} for one in fewer])
+    over = ["--over", str(tmp_path / "run"), "--ratios", "int4/int4"]
+    pretrained_page.main(["--folder", str(tmp_path / "half"), *over])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["int4/int4 m 1K: 0.50 [0.50, 0.50]", "int4/int4 m 2K: 0.50 [0.50, 0.50]"]
 
 
 def test_slips_of_the_page(tmp_path):

@@ -9,9 +9,11 @@ import pytest
 from experiments.evidence import pretrained, questions
 from experiments.evidence.cells import ANSWERS, FORM, KL, read
 from mlxkv import load
+from mlxkv.calibration.measure import calibrate
 from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
 from mlxkv.eval.arms import Arms
+from mlxkv.generate import reading
 
 GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 
@@ -34,8 +36,11 @@ def run(model, out, texts, *more):
     return file, [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_texts_are_measured_once(model_folder, texts, tmp_path, capsys):
-    file, found = run(model_folder, tmp_path, texts, "--documents", "0")
+@pytest.mark.parametrize("together", [1, 2])
+def test_texts_are_measured_once(model_folder, texts, tmp_path, capsys, together):
+    """Where a run was stopped, texts that are read together are measured again together."""
+    more = ["--documents", "0", "--together", str(together)]
+    file, found = run(model_folder, tmp_path, texts, *more)
     assert "licence is too short for 384 tokens, left out" in capsys.readouterr().err
     kl = [row for row in found if row["task"] == KL]
     assert {(row["preset"], row["windows"]) for row in kl} == {
@@ -49,11 +54,10 @@ def test_texts_are_measured_once(model_folder, texts, tmp_path, capsys):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]) + lines[-1][:40])  # ended while it wrote
     pretrained.main(
-        [str(model_folder), "--out", str(tmp_path), "--texts", str(texts), *GIVEN]
-        + ["--documents", "0"]
+        [str(model_folder), "--out", str(tmp_path), "--texts", str(texts), *GIVEN, *more]
     )
     after = file.read_text().splitlines(keepends=True)
-    assert after[: len(lines) - 1] == lines[:-1] and len(after) == len(lines) + 1
+    assert after[: len(lines) - 1] == lines[:-1] and len(after) == len(lines) + together
     last = json.loads(after[-1])
     assert [last[x] for x in ("preset", "windows", "text")] == [
         kl[-1][x] for x in ("preset", "windows", "text")
@@ -95,12 +99,74 @@ def test_documents_of_one_text_differ(model_folder):
     assert first[:1200] != second[:1200] and first[1200:] != second[1200:]
 
 
+def test_arms_go_on_from_what_full_precision_has_read(model_folder):
+    """Full precision's own numbers are those of its logits; fewer bits diverge more, and take less."""
+    loaded = load(str(model_folder), "fp16")
+    tokens = np.random.default_rng(0).integers(5, 200, 401).tolist()
+    seen, names = [], ["fp16", "int8", "srft-int2+g32"]
+    arms = Arms(loaded, names[1:])
+    found = {
+        name: one for name, (one,) in pretrained.stored(arms, names, [tokens], 360, seen.append)
+    }
+    assert list(found) == names and sum(seen) == len(names) * 400
+    with arms.attached("fp16"):
+        logits = np.array(loaded.model(mx.array([tokens[:-1]]))[0].astype(mx.float32))
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    exact = -logs[np.arange(400), tokens[1:]]
+    assert found["fp16"]["kl"] == 0 and found["fp16"]["top1"] == 1
+    for one in found.values():
+        assert one["tokens"] == 40
+        assert one["nll_base"] == pytest.approx(exact[360:].mean(), abs=2e-3)
+    assert 0 < found["int8"]["kl"] < found["srft-int2+g32"]["kl"]
+    sizes = [one["kv_bytes"] for one in found.values()]
+    assert sizes[0] > sizes[1] > sizes[2]
+    with arms.attached("fp16"):
+        read_once = reading.prefill(loaded, tokens[:360])
+    with arms.attached("int8"):
+        cache = reading.stored(loaded, tokens[:360], read_once)
+    assert [layer.offset for layer in cache] == [360] * len(read_once)
+
+
+EVERY = [*pretrained.FIRST, *pretrained.SECOND]
+
+
+def test_texts_together_are_texts_one_by_one(subtests, model_folder):
+    """Also of presets that learn from a text, and documents whose questions are of unequal length."""
+    loaded = load(str(model_folder), "fp16")
+    rng = np.random.default_rng(1)
+    texts = rng.integers(5, 200, (3, 401)).tolist()
+    texts[1][:200] = [7] * 200
+    spans = [
+        {"number": [(363, 365), (370, 375)]},
+        {"number": [(364, 366)]},
+        {"number": [(390, 399)]},
+    ]
+    documents = [
+        questions.Asked(x[:n], 360, of)
+        for x, n, of in zip(texts, (380, 370, 401), spans, strict=True)
+    ]
+    arms = Arms(loaded, EVERY)
+    needy = [name for name, config in arms.configs.items() if config.calibrated]
+    arms.calibrations = dict.fromkeys(needy, calibrate(loaded.model, texts[0] * 2))
+    together = dict(pretrained.stored(arms, EVERY, texts, 360, lambda n: None))
+    asked = dict(pretrained.answered(arms, EVERY, documents, lambda n: None))
+    for i in range(3):
+        alone = dict(pretrained.stored(arms, EVERY, texts[i : i + 1], 360, lambda n: None))
+        own = dict(pretrained.answered(arms, EVERY, documents[i : i + 1], lambda n: None))
+        for name in EVERY:
+            with subtests.test(name=name, text=i):
+                assert together[name][i] == pytest.approx(alone[name][0], rel=2e-2, abs=1e-5)
+                assert asked[name][i]["right"] == own[name][0]["right"]
+                nll = asked[name][i]["answer_nll"]
+                assert nll == pytest.approx(own[name][0]["answer_nll"], rel=1e-3)
+
+
 def test_answers_are_scored_at_their_own_tokens(model_folder):
     loaded = load(str(model_folder), "fp16")
     tokens = np.random.default_rng(0).integers(5, 200, 40).tolist()
     asked = questions.Asked(tokens, 30, {"number": [(33, 35), (37, 40)]})
     arms, seen = Arms(loaded, ["int8"]), []
-    ((name, found),) = pretrained.answered(arms, ["fp16"], asked, seen.append)
+    ((name, (found,)),) = pretrained.answered(arms, ["fp16"], [asked], seen.append)
     logits = np.array(loaded.model(mx.array([tokens]))[0].astype(mx.float32))
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = np.array([-logs[i - 1, token] for i, token in enumerate(tokens)])
