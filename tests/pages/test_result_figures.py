@@ -390,6 +390,27 @@ def below(preset: str, bound: float, at: int, model: str) -> int:
     return sum(row["top1"] < bound for row in found)
 
 
+def test_texts_without_a_bos_token_are_compared_by_rows():
+    folder, found, likelihoods = RESULTS / "pretrained", [], []
+    now, before = read(folder / "begins")["smollm2"], read(folder)["smollm2"]
+    for context in now.contexts:
+        for preset in now.presets(OURS, context):
+            theirs = {x["text"]: x for x in before.texts[preset, OURS, context]}
+            pairs = [(x, theirs[x["text"]]) for x in now.texts[preset, OURS, context]]
+            assert len(pairs) == 10
+            if preset == "fp16":
+                likelihoods.append(fmean(x["nll"] - y["nll"] for x, y in pairs))
+            else:
+                found.append(
+                    intervals.ratio(*zip(*((x["kl"], y["kl"]) for x, y in pairs), strict=True))
+                )
+    outside = sum(not x.low <= 1 <= x.high for x in found)
+    least, most = (f"{f(x.value for x in found):.2f}".lstrip("0") for f in (min, max))
+    said = f"KL {least} to {most} of what it was, in {outside} of {len(found)} cases outside the interval"
+    assert said in (RESULTS / "pretrained.md").read_text(encoding="utf-8")
+    assert max(map(abs, likelihoods)) < 0.002
+
+
 LOADED = (
     *("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
     *("gemma-3-270m", "Qwen2.5-Coder-1.5B-Instruct"),
@@ -442,6 +463,9 @@ def test_the_page_of_shares_is_that_of_its_rows():
         }
         if "texts" in x and x["preset"] in kept:
             assert {name for name, n in x["texts"].items() if n < 0.97 * x["tokens"]} <= {"csv"}
+    again = [counts[name][0] for name in ("h200-whole", "h200-whole-others")]
+    lost, of_readings = (sum(int(y.split()[i]) for y in again) for i in (0, 2))
+    assert lost == 0 and f"none of {of_readings} readings is below" in text
     _, by, _ = counts["cpu"]
     assert f"SmolLM2's two choices lose none of 24, Gemma's {by[LOADED[2]]}." in text
     assert by[LOADED[0]] == "0 of 24"
