@@ -23,6 +23,7 @@ from mlxkv.console import cache_dir
 
 QUOTE = '"""'
 PROMPT, MORE = "> ", ". "
+MESSAGES = 1000  # of the history
 ANSWER = Keys.CPRResponse  # where the cursor is: a terminal's, not typed
 
 
@@ -30,11 +31,21 @@ class Kept(FileHistory):
     """A history file that only its user may read. A read-only home or a full disk is no reason to fail."""
 
     def load_history_strings(self) -> Iterable[str]:
-        """Return the messages, the last one first."""
+        """Return the last MESSAGES messages, the last one first; the file forgets those before."""
         try:
-            return super().load_history_strings()
+            found = list(super().load_history_strings())
+            if len(found) > MESSAGES:
+                self._forget(found[MESSAGES - 1 :: -1])
+            return found[:MESSAGES]
         except OSError:
             return []
+
+    def _forget(self, kept: Iterable[str]) -> None:
+        path = Path(os.fsdecode(self.filename))
+        new = Kept(path.with_name(f"{path.name}.new"))
+        for message in kept:
+            new.store_string(message)
+        os.replace(new.filename, path)
 
     def store_string(self, string: str) -> None:
         """Append a message."""

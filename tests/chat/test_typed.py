@@ -11,6 +11,7 @@ import time
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory
 
 from mlxkv.chat.typed import Commands, Kept, Typed
 
@@ -105,6 +106,17 @@ def test_what_is_typed_during_a_reply_is_the_next_message(tmp_path):
 def test_a_pasted_docstring_keeps_what_follows(tmp_path):
     text = '"""Doc."""\nimport os'
     assert typed(pasted(text), home=str(tmp_path)) == [text]
+
+
+def test_a_history_forgets_its_oldest_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.chat.typed.MESSAGES", 3)
+    file = tmp_path / "chat_history"
+    for i in range(5):
+        Kept(file).store_string(f"message {i}\nof two lines")
+    kept = [f"message {i}\nof two lines" for i in (4, 3, 2)]
+    assert list(Kept(file).load_history_strings()) == kept
+    assert list(FileHistory(file).load_history_strings()) == kept
+    assert file.stat().st_mode & 0o777 == 0o600 and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_history_that_cannot_be_kept_spoils_nothing(tmp_path):
