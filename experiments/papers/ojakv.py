@@ -62,7 +62,7 @@ from mlxkv.formats.lowrank import STAY, LowRank
 from mlxkv.spec import oja as spec
 
 FIXED, MOVING = "static-0.6+windows", "oja-0.6"
-TABLE_6 = ("exact", FIXED, MOVING)
+TABLE_6 = ("exact", FIXED, MOVING, f"{FIXED}+int4", f"{MOVING}+int4")
 CHANGED = (FIXED, MOVING, "oja-0.6+stay", "oracle-0.6")
 READ = 64  # tokens that are measured behind a change
 POINTS = (64, 256, 1024)  # tokens of the text itself before them

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cuda_track.models.taps import observing
-from experiments.papers.rivals import block_gtq, coded, evened, kvarn
+from experiments.papers.rivals import block_gtq, coded, evened, kitty, kvarn
 from experiments.papers.runner import (
     Layer,
     Subject,
@@ -173,6 +173,7 @@ def variants_of(subject: Subject, files: tuple[Path, Path] | None = None):
     out |= {f"kvarn-k{k}v{v}": partial(kvarn, k, v) for k, v in ((4, 2), (2, 2), (3, 3), (4, 4))}
     for k, v in ((2, 2), (3, 2), (3, 3)):
         out[f"blockgtq-k{k}v{v}"] = partial(block_gtq, subject, k, v)
+    out |= {f"kitty-{share:g}": partial(kitty, share) for share in (0.0, 0.125, 0.25)}
     out |= {name: partial(subject.preset, name) for name in PRESETS}
     out |= {f"{name}+even": partial(evened, out[name]) for name in EVENED}
     return out if files is None else out | {"oscar+zoo": partial(oscar, given=zoo(*files))}

@@ -1,4 +1,4 @@
-"""KVarN (2606.03458), Block-GTQ (2606.24033), and a free transform in front of any variant."""
+"""KVarN (2606.03458), Block-GTQ (2606.24033), Kitty (2511.18643), and a free transform in front of any variant."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from cuda_track.codec.transform import make
 from experiments.papers.runner import Layer, Store, Subject, Variant, side_by_side
 from mlxkv.formats import levels
 from mlxkv.formats.config import Side
-from mlxkv.formats.quantizers import Codebook
+from mlxkv.formats.quantizers import Affine, Codebook
 from mlxkv.spec import kvarn as kvarn_spec
 
 LEAST_DIMS = 8  # whose levels can be computed at all widths
+KITTY = 128  # tokens of a group of keys
 
 
 def coded(side: Side, x: torch.Tensor, page: int = 64) -> torch.Tensor:
@@ -163,3 +164,30 @@ def block_gtq(subject: Subject, keys: float, values: int) -> Variant:
         return coded(Side(Codebook(values), "random"), x)
 
     return Variant(side_by_side(partial(block_gtq_keys, rate=keys), of_values), bits)
+
+
+def kitty_keys(layer: Layer, side: str, x: torch.Tensor, share: float) -> torch.Tensor:
+    """Code keys per channel of KITTY tokens from min to max, in 2 bits, and in 4 for the `share` of the channels that
+    are largest there on average (its section 3; magnitude, as released)."""
+    tiles = x.unflatten(1, (-1, KITTY))
+    size = tiles.abs().mean(2, keepdim=True)
+    boosted = torch.zeros_like(size, dtype=torch.bool)
+    most = size.topk(int(share * x.shape[-1]), dim=-1).indices
+    top = torch.where(boosted.scatter(-1, most, True), 15.0, 3.0)
+    low = tiles.amin(2, keepdim=True).half().float()
+    scale = ((tiles.amax(2, keepdim=True) - low) / top).half().float()
+    codes = ((tiles - low) / scale.where(scale > 0, torch.ones_like(scale))).round()
+    return (codes.clamp(min=0).minimum(top) * scale + low).flatten(1, 2)
+
+
+def kitty(share: float) -> Variant:
+    """Two numbers of 16 bits for a channel of KITTY tokens, or a row of values; a bit says which channels have 4."""
+
+    def bits(dims: int) -> float:
+        of_keys = 2 + 2 * int(share * dims) / dims + (32 + (share > 0)) / KITTY
+        return (of_keys + 2 + 32 / min(KITTY, dims)) / 2
+
+    def of_values(layer: Layer, side: str, x: torch.Tensor) -> torch.Tensor:
+        return coded(Side(Affine(2, KITTY)), x)
+
+    return Variant(side_by_side(partial(kitty_keys, share=share), of_values), bits, page=KITTY)

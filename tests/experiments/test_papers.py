@@ -195,6 +195,28 @@ def test_oscar_as_released_stores_the_golden_codes(subtests):
             assert near.mean() < 0.1 and (off[near == 0] < 1e-4 * scale.max()).all()
 
 
+def test_kitty_codes_its_largest_channels_in_four_bits():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((2, 256, 16)) * rng.uniform(0.2, 3, (2, 1, 16)) + 0.5
+    x[:, 128:, 3] *= 40  # largest in one group alone
+    x[1, :, 5] = 2.0  # no spread
+    for share in (0, 0.25):
+        got = rivals.kitty_keys(None, "keys", torch.from_numpy(x).float(), share).numpy()
+        for head, start in product(range(2), (0, 128)):
+            part = x[head, start : start + 128]
+            four = set(np.argsort(-np.abs(part).mean(0))[: int(share * 16)])
+            for channel in range(16):
+                own, top = part[:, channel], 15 if channel in four else 3
+                low = np.float64(np.float16(own.min()))
+                scale = np.float64(np.float16((own.max() - low) / top)) or 1.0
+                right = np.clip(np.rint((own - low) / scale), 0, top) * scale + low
+                made = got[head, start : start + 128, channel]
+                assert (
+                    np.abs(made - right) > 1e-3 * scale
+                ).mean() < 0.02  # but for ties of float32
+    assert rivals.kitty(0.25).bits_of(64) == (2 + 0.5 + 33 / 128 + 2.5) / 2
+
+
 def test_blocks_get_the_bits_that_gain_most():
     scores = np.array([9.0, 1.0, 0.1, 70.0])
     bits = rivals.block_bits(scores, 2)
