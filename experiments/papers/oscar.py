@@ -2,7 +2,8 @@
 
 Variants: the paper's, per kv head; `+layer`, one rotation a layer (first release); `+released`, the release's value
 target; `+lloyd`, its four levels, `+centroids`, those of Lloyd and Max themselves; parts of the rotation and targets
-(table 4); windows, `+SINKxRECENT`. KVarN (2606.03458, as its authors ship it: `kvarn-k4v2`), Block-GTQ (2606.24033).
+(table 4); windows, `+SINKxRECENT`. KVarN (2606.03458, as its authors ship it: `kvarn-k4v2`), Block-GTQ (2606.24033),
+Kitty (2511.18643; `kitty-SHARE` of channels in 4 bits).
 `NAME+even`: means of keys off and channels made even before NAME, folded into the queries. `--zoo K.pt V.pt` adds
 rotations of the authors' files. Presets of the product under their names. `--stages` adds rows of errors of keys,
 scores and outputs (fig. 2).
