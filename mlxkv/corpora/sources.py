@@ -24,7 +24,7 @@ CALIBRATES = 4  # one in this many topics of Python's documentation is for calib
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
 PART = 1 << 16  # characters to encode at once, so that long files are read only as far as needed
 BETWEEN = "\n\n"
-LETTER = "a"  # a text, to see what a tokenizer puts before it
+LETTERS = ("a", "A", "0")  # texts, to see what a tokenizer puts before one
 TEXTS = (".txt", ".md")  # files of a folder of texts
 _EMPTY_LINE = re.compile(r"\n\s*\n")
 
@@ -40,10 +40,12 @@ class Text:
 def start_of(loaded) -> list[int]:
     """Return the tokens that the model's tokenizer puts before every text: a BOS token, others, or none. loaded: a
     `mlxkv.Loaded`, or what else has a tokenizer."""
-    whole = list(loaded.tokenizer.encode(LETTER))
-    plain = list(loaded.tokenizer.encode(LETTER, add_special_tokens=False))
-    ends = range(len(whole) - len(plain) + 1)
-    return next((whole[:i] for i in ends if whole[i : i + len(plain)] == plain), [])
+    for letter in LETTERS:
+        whole = list(loaded.tokenizer.encode(letter))
+        if plain := list(loaded.tokenizer.encode(letter, add_special_tokens=False)):
+            ends = range(len(whole) - len(plain) + 1)
+            return next((whole[:i] for i in ends if whole[i : i + len(plain)] == plain), [])
+    return []
 
 
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:

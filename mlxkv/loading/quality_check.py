@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import __version__, console, files, startup
 from mlxkv.calibration.fitting import find_calibration
-from mlxkv.corpora import corpus
+from mlxkv.corpora import corpus, sources
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.patching.trees import own_caches
@@ -61,9 +61,8 @@ def divergence(loaded, count: Callable[[int], None] = lambda n: None) -> float:
     calibration corpus after TOKENS - LAST others; over less text if the model's context is shorter. count: gets the
     tokens that were read."""
     text = "\n\n".join(corpus.interleaved("calibration"))[: 16 * TOKENS]
-    tokens = loaded.tokenizer.encode(text, add_special_tokens=False)[: loaded.context or TOKENS][
-        :TOKENS
-    ]
+    tokens = sources.start_of(loaded) + loaded.tokenizer.encode(text, add_special_tokens=False)
+    tokens = tokens[: min(loaded.context or TOKENS, TOKENS)]
     full = _log_probabilities(loaded.model, own_caches(loaded.model), tokens, count)
     compressed = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens, count)
     return float((mx.exp(full) * (full - compressed)).sum(-1).mean())
@@ -84,8 +83,8 @@ def _log_probabilities(
 
 
 def _key(loaded) -> str:
-    """Return the cache key of a result: model, format and calibration."""
+    """Return the cache key of a result: model, format, calibration and how texts begin."""
     calibration = find_calibration(loaded.model, loaded.kv)
     parts = [loaded.fingerprint, str(loaded.dtype), __version__, loaded.kv.as_dict()]
-    parts.append(calibration and calibration.digest)
+    parts += [calibration and calibration.digest, sources.start_of(loaded)]
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -70,6 +70,15 @@ def test_texts_begin_as_the_tokenizer_begins_them(before, after, expected):
     assert not {7, 8, 9} & set(evaluation_tokens(loaded, 20).tokens[len(expected) :])
 
 
+def test_a_tokenizer_without_some_letters_begins_texts_all_the_same():
+    made = Characters()
+    known = made.encode
+    made.encode = lambda text, add_special_tokens=True: known(
+        text.replace("a", "").replace("A", ""), add_special_tokens
+    )
+    assert sources.start_of(SimpleNamespace(tokenizer=made)) == [BOS]
+
+
 @pytest.fixture(autouse=True)
 def documentation_is_read_once(monkeypatch):
     monkeypatch.setattr(sources, "python_topics", TOPICS)

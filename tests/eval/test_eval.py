@@ -128,6 +128,25 @@ def test_a_preset_that_fails_leaves_the_others(planned, rows, capsys):
         computed(arms, [memory], rows, tolerant=True)
 
 
+def test_texts_that_are_read_at_once_have_rows_of_their_own(planned, rows):
+    arms, (part, other) = planned
+
+    def run(arms, names, progress):
+        for name in names:
+            if name == "fp16":
+                raise ValueError("of this one")
+            yield name, [{"kl": 1}, {"kl": 2}]
+
+    both = replace(part, run=run, beside=(other,))
+    found = computed(arms, [both], rows, tolerant=True)
+    assert found == [(both, {"int4": {"kl": 1}}), (other, {"int4": {"kl": 2}})]
+    written = [json.loads(line) for line in rows.file.read_text().splitlines()]
+    assert [(row["preset"], row["text"], "error" in row) for row in written] == [
+        ("fp16", part.text, True), ("fp16", other.text, True),
+        ("int4", part.text, False), ("int4", other.text, False),
+    ]  # fmt: skip
+
+
 def memory_error():
     raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
 

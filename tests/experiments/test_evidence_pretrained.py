@@ -155,10 +155,27 @@ def test_texts_together_are_texts_one_by_one(subtests, model_folder):
         own = dict(pretrained.answered(arms, EVERY, documents[i : i + 1], lambda n: None))
         for name in EVERY:
             with subtests.test(name=name, text=i):
-                assert together[name][i] == pytest.approx(alone[name][0], rel=2e-2, abs=1e-5)
+                assert together[name][i] == pytest.approx(alone[name][0], rel=1e-3, abs=1e-6)
                 assert asked[name][i]["right"] == own[name][0]["right"]
                 nll = asked[name][i]["answer_nll"]
                 assert nll == pytest.approx(own[name][0]["answer_nll"], rel=1e-3)
+
+
+def test_one_text_that_is_no_number_spoils_no_other(model_folder, monkeypatch):
+    loaded, known = load(str(model_folder), "fp16"), pretrained.compare
+
+    def broken(base, logits, true):
+        scored = known(base, logits, true)
+        half = len(scored) // 2
+        scored.kl[half:] = np.nan
+        return scored
+
+    monkeypatch.setattr(pretrained, "compare", broken)
+    texts = np.random.default_rng(1).integers(5, 200, (2, 401)).tolist()
+    ((_, (first, second)),) = pretrained.stored(
+        Arms(loaded, ["int4"]), ["int4"], texts, 360, lambda n: None
+    )
+    assert first["kl"] > 0 and second["error"] == "NaN or infinity in the KL"
 
 
 def test_answers_are_scored_at_their_own_tokens(model_folder):

@@ -76,15 +76,22 @@ def test_windows_stay_exact(subject, tokens):
             assert (moved[32:288] > 0.9).all() and not moved[:32].any() and not moved[288:].any()
 
 
-def test_moments_are_those_of_the_spec(subject):
-    """Rows of the calibration text: the second moments of queries and of attention's outputs."""
-    calls = {}
+def test_moments_are_those_of_the_spec(subject, monkeypatch):
+    """Rows of the calibration text, behind what the tokenizer puts there: the second moments of queries and of
+    attention's outputs."""
+    monkeypatch.setattr(sources, "start_of", lambda loaded: [5, 6])
+    subject, calls = runner.Subject(subject.loaded, "started", subject.out, 600), {}
     ids = sources.calibration_tokens(subject.loaded, 600).tokens
     start = sources.start_of(subject.loaded)
     with observing(subject.model, lambda call: calls.setdefault(call.layer, call) and None):
         with torch.no_grad():
             subject.model(torch.tensor([[*start, *ids]]), use_cache=False)
     layer = subject.layers[1]
+    asked = []
+    monkeypatch.setattr(runner, "calibrate", lambda *x: asked.append(x) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _ = subject.calibration
+    assert asked[0][-1] == [5, 6]
     call = calls[1]
     q, k, v = (x.double().numpy() for x in (call.queries, call.keys, call.values))
     mask = np.tril(np.ones((q.shape[2],) * 2, bool))
