@@ -192,10 +192,11 @@ class Subject:
     def _texts(self, context: int) -> list[Part]:
         length, found = self.length(context), {}
         for name in self.texts.names[: self.args.texts_at_most]:
-            found[name] = self.texts.tokens(self.loaded, name, length + self.args.decode + 1)
-            if found[name] is None:
+            tokens = self.texts.tokens(self.loaded, name, length + self.args.decode + 1)
+            if tokens is None:
                 console.note(f"{self.name}: {name} is too short for {context} tokens, left out")
-                del found[name]
+            else:
+                found[name] = tokens
 
         def measured(arms, presets, texts, progress):
             return stored(arms, presets, texts, length, progress)

@@ -34,25 +34,24 @@ class Kept(FileHistory):
         """Return the last MESSAGES messages, the last one first; the file forgets those before."""
         try:
             found = list(super().load_history_strings())
-            if len(found) > MESSAGES:
-                self._forget(found[MESSAGES - 1 :: -1])
-            return found[:MESSAGES]
         except OSError:
             return []
+        if len(found) > MESSAGES:
+            with contextlib.suppress(OSError), files.written(self._path) as out:
+                for message in found[MESSAGES - 1 :: -1]:
+                    lines = "".join(f"+{line}\n" for line in message.split("\n"))
+                    out.write(f"\n# kept\n{lines}".encode())
+        return found[:MESSAGES]
 
-    def _forget(self, kept: Iterable[str]) -> None:
-        path = Path(os.fsdecode(self.filename))
-        new = Kept(path.with_name(f"{path.name}.new"))
-        for message in kept:
-            new.store_string(message)
-        os.replace(new.filename, path)
+    @property
+    def _path(self) -> Path:
+        return Path(os.fsdecode(self.filename))
 
     def store_string(self, string: str) -> None:
         """Append a message."""
         with contextlib.suppress(OSError):
-            path = Path(os.fsdecode(self.filename))
-            files.make_folder(path.parent)
-            path.touch(0o600)
+            files.make_folder(self._path.parent)
+            self._path.touch(0o600)
             super().store_string(string)
 
 

@@ -2,8 +2,7 @@
 
 `measure` has two legs. prompt: a text is read in chunks, as a chat reads a prompt, and its second half is scored.
 decode: the text goes on token by token, and attention reads the stored cache. All arms read the same tokens with the
-same weights, in step with full precision. `measure_stored` reads the context once, in full precision, and each arm
-goes on from there. Each of several texts is a part of its own.
+same weights, in step with full precision. Each of several texts is a part of its own.
 """
 
 from __future__ import annotations

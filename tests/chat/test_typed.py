@@ -108,6 +108,10 @@ def test_a_pasted_docstring_keeps_what_follows(tmp_path):
     assert typed(pasted(text), home=str(tmp_path)) == [text]
 
 
+def full():
+    raise OSError(28, "No space left on device")
+
+
 def test_a_history_forgets_its_oldest_messages(tmp_path, monkeypatch):
     monkeypatch.setattr("mlxkv.chat.typed.MESSAGES", 3)
     file = tmp_path / "chat_history"
@@ -117,6 +121,12 @@ def test_a_history_forgets_its_oldest_messages(tmp_path, monkeypatch):
     assert list(Kept(file).load_history_strings()) == kept
     assert list(FileHistory(file).load_history_strings()) == kept
     assert file.stat().st_mode & 0o777 == 0o600 and list(tmp_path.iterdir()) == [file]
+    for i in range(5, 7):
+        Kept(file).store_string(f"message {i}")
+    before = file.read_bytes()
+    monkeypatch.setattr("mlxkv.files.os.fsync", lambda handle: full())
+    assert list(Kept(file).load_history_strings()) == ["message 6", "message 5", kept[0]]
+    assert file.read_bytes() == before, "a full disk loses nothing"
 
 
 def test_a_history_that_cannot_be_kept_spoils_nothing(tmp_path):
