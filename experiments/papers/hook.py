@@ -57,9 +57,10 @@ def calibration_rows(subject: Subject) -> dict[Key, torch.Tensor]:
     """Return calibration rows [G, T, D] of every layer's k_proj and v_proj."""
     parts: dict[Key, list[torch.Tensor]] = {}
     tokens = sources.calibration_tokens(subject.loaded, subject.budget).tokens
+    start = sources.start_of(subject.loaded)
     with projections(subject, lambda key, x: parts.setdefault(key, []).append(x[0])):
         for part in windows(tokens, min(WINDOW, subject.positions)):
-            ids = torch.tensor([list(part)], device=subject.model.device)
+            ids = torch.tensor([[*start, *part]], device=subject.model.device)
             subject.model(ids, use_cache=False, logits_to_keep=1)
     return {key: torch.cat(xs, 1) for key, xs in parts.items()}
 

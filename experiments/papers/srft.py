@@ -222,6 +222,14 @@ def variant(subject: Subject, sites: Mapping[bool, Site], recipe: Recipe) -> Var
 # -- What is measured beside the runner's rows.
 
 
+def pieces(tokens: Sequence[int], size: int, start: int) -> list[list[int]]:
+    """Return PER_TEXT texts of `size` tokens and one more, or fewer: pieces of a text, one after the other, each behind
+    its first `start` tokens."""
+    begin, rest, own = list(tokens[:start]), list(tokens[start:]), size - start
+    places = range(0, min(PER_TEXT * own, len(rest) - own), own)
+    return [begin + rest[i : i + own + 1] for i in places]
+
+
 class More:
     """What is measured of a model beside the runner's rows: the hook, errors of codes, probes."""
 
@@ -247,8 +255,7 @@ class More:
         after, _, site = self.of(subject)
         chosen = {v: RECIPES[v] for v in made if v in RECIPES and not RECIPES[v].before}
         size = min(LENGTH, len(tokens) - 1)
-        starts = range(0, min(PER_TEXT * size, len(tokens) - size), size)
-        ids = [list(tokens[i : i + size + 1]) for i in starts]
+        ids = pieces(tokens, size, len(sources.start_of(subject.loaded)))
         batch = torch.tensor(ids, device=subject.model.device)
 
         def keep(task: str, label: str, text: str, asked, make: Callable[[], dict]) -> None:
