@@ -11,6 +11,8 @@ of 32 bits are multiplied in float32.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,28 @@ from cuda_track.kernels.codes import at_record, boundary
 HALF_MAX = tl.constexpr(65504.0)
 # Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.
 ROUNDS = tl.constexpr(12582912.0)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _above(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _below(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, axis: tl.constexpr):
+    """Return the largest along an axis. NaN stays NaN."""
+    if (
+        INTERPRETED
+    ):  # which reduces element by element what is not `tl.max`, and that leaves NaN out
+        numbers = tl.where(x == x, x, -float("inf"))
+        return tl.max(numbers, axis) + tl.sum(tl.where(x == x, 0.0, x), axis)
+    return tl.reduce(x, axis, _above)
 
 
 @triton.jit
@@ -51,12 +75,13 @@ def _clipped(y, RANK: tl.constexpr):
         count = tl.sum((size >= candidate[:, None]).to(tl.int32), 1)
         limit = tl.where(count >= RANK, candidate, limit)
     limits = limit.to(tl.float32, bitcast=True)[:, None]
-    return tl.minimum(tl.maximum(y, -limits), limits)
+    return _below(_above(y, -limits), limits)
 
 
 @triton.jit
 def _half(x, LIMIT: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
+    """x as float16, no larger than LIMIT. NaN stays NaN."""
+    return _below(_above(x, -LIMIT), LIMIT).to(tl.float16)
 
 
 @triton.jit
@@ -74,7 +99,7 @@ def _over(x, divisor: tl.constexpr, FUSED: tl.constexpr):
     multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), since division is a
     subroutine on the GPU."""
     if FUSED:
-        x = tl.minimum(x, HALF_MAX * divisor)  # infinity would leave NaN as the rest
+        x = _below(x, HALF_MAX * divisor)  # infinity would leave NaN as the rest
         inverse = tl.full(x.shape, 1.0 / divisor, tl.float32)
         quotient = x * inverse
         remainder = tl.fma(quotient, tl.full(x.shape, -divisor, tl.float32), x)
@@ -88,13 +113,13 @@ def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, F
     top: tl.constexpr = 2**BITS - 1
     middle: tl.constexpr = 2 ** (BITS - 1)
     if SYMMETRIC:
-        largest = tl.max(tl.abs(y), axis)
+        largest = _largest(tl.abs(y), axis)
         scale = _half(_over(largest, middle - 1, FUSED), HALF_MAX / middle)
         bias = (scale.to(tl.float32) * -middle).to(tl.float16)
         low: tl.constexpr = 1
     else:
-        bias = _half(tl.min(y, axis), HALF_MAX)
-        width = tl.max(y, axis) - bias.to(tl.float32)
+        bias = _half(-_largest(-y, axis), HALF_MAX)
+        width = _largest(y, axis) - bias.to(tl.float32)
         scale = _half(_over(width, top, FUSED), HALF_MAX)
         low: tl.constexpr = 0
     step = scale.to(tl.float32)
@@ -214,7 +239,7 @@ PI = tl.constexpr(3.14159265358979)
 def _angle(a, b):
     """Return the angle of (a, b) in [0, 2 pi), of (0, 0) 0: float32, within 2e-7 of itself. Cephes' polynomial of atanf
     takes tangents up to .4142: larger ones are turned back by pi / 4."""
-    large, small = tl.maximum(tl.abs(a), tl.abs(b)), tl.minimum(tl.abs(a), tl.abs(b))
+    large, small = _above(tl.abs(a), tl.abs(b)), _below(tl.abs(a), tl.abs(b))
     turned = small > 0.41421356 * large
     above, below = tl.where(turned, small - large, small), tl.where(turned, small + large, large)
     x = tl.div_rn(above, tl.where(below > 0, below, 1.0))
@@ -231,8 +256,8 @@ def _angle(a, b):
 def _steps(x, BITS: tl.constexpr):
     """(codes of x [T, n], 2^BITS steps between the smallest and the largest of its tokens; steps and lows in packed
     pairs [n])."""
-    low = _half(tl.min(x, 0), HALF_MAX)
-    width = tl.maximum(tl.max(x, 0) - low.to(tl.float32), 0.0)
+    low = _half(-_largest(-x, 0), HALF_MAX)
+    width = _above(_largest(x, 0) - low.to(tl.float32), 0.0)
     step = _half(width * (1 / 2**BITS), HALF_MAX)
     size = step.to(tl.float32)
     size = tl.where(size > 0, size, 1.0)[None, :] + tl.zeros_like(x)
@@ -262,8 +287,8 @@ def quantize_polar_kernel(
     row = x + b.to(tl.int64) * x_row + g * x_head + page.to(tl.int64) * PAGE * R
     first = tl.load(row + t[:, None] * R + pair[None, :]).to(tl.float32)
     second = tl.load(row + t[:, None] * R + R // 2 + pair[None, :]).to(tl.float32)
-    first = tl.minimum(tl.maximum(first, -1e18), 1e18)  # infinities have an angle, too
-    second = tl.minimum(tl.maximum(second, -1e18), 1e18)
+    first = _below(_above(first, -1e18), 1e18)  # infinities have an angle, too
+    second = _below(_above(second, -1e18), 1e18)
     radii, of_radii = _steps(tl.sqrt_rn(first * first + second * second), RADIUS)
     angles, of_angles = _steps(_angle(first, second), ANGLE)
     low, top = _packed(tl.reshape(radii, [PAGE, HALF, OWN]), 0, BITS)

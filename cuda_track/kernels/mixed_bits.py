@@ -24,7 +24,7 @@ from cuda_track.kernels import blocks
 from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import at_record, halves
 from cuda_track.kernels.decode import COUNTS, LANES, _capped, _lane_sums, _windows
-from cuda_track.kernels.encode import HALF_MAX, ROUNDS, _half, _transformed
+from cuda_track.kernels.encode import HALF_MAX, ROUNDS, _above, _below, _half, _transformed
 
 DIMS = tl.constexpr(blocks.DIMS)  # of a block
 ROWS = tl.constexpr(blocks.ROWS)  # of a tile
@@ -428,5 +428,5 @@ def dequantize_mixed_kernel(
             code = tl.where(bits == 3, code | high << 2, code)
             x = (code.to(tl.float32) - ((1 << bits) - 1).to(tl.float32) * 0.5) * scale
             if out.dtype.element_ty == tl.float16:
-                x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
+                x = _below(_above(x, -HALF_MAX), HALF_MAX)
             tl.store(to + i * DIMS, x.to(out.dtype.element_ty))

@@ -31,7 +31,7 @@ from cuda_track.kernels.record import Record
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.quantizers import Affine, Codebook, MixedBits, Polar
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import rms
 
@@ -360,6 +360,34 @@ def test_an_infinite_number_is_quantized_as_plain_ops_do(monkeypatch):
     right = code.encode(x)
     assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
     torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
+
+
+SPOILED = {
+    **{name: (Codec(side, 64, PAGE), PAGE) for name, side in SIDES.items() if name != "int4 g32"},
+    "codebook": (Codec(Side(Codebook(4), "hadamard"), 64, PAGE), PAGE),
+    "polar": (Codec(Side(Polar(4, 4)), 64, 128), 128),
+    "mixed bits": (
+        Codec(
+            Side(MixedBits(4.0, (4, 4, 4, 4)), "fill"), 64, 64, transform.make("srft", 64, 0, "cpu")
+        ),
+        64,
+    ),
+}
+
+
+def test_nan_stays_nan_as_in_plain_ops(subtests, monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", lambda: False)  # divided as on a GPU
+    torch.manual_seed(0)
+    for name, (code, page) in SPOILED.items():
+        with subtests.test(name=name):
+            x = torch.randn(1, 1, page, 64)
+            x[0, 0, 3, 5] = torch.nan
+            (at, _), pool = layout.layouts((code, code)), Pool()
+            pool.reserve(1, Record((at, at)), 1, x.device)
+            launch.quantize_pages(code, x, at, pool.sides[0], [0])
+            found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})
+            made, right = (code.decode(y, torch.float32).isnan() for y in (found, code.encode(x)))
+            assert made.any() and torch.equal(made, right)
 
 
 def test_the_benchmark_checks_what_it_times_and_takes_the_fastest_baseline(monkeypatch):
