@@ -3,7 +3,7 @@
 It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model, with pictures beside them.
 --keep NAME=FILE first stores the rows of a run of `evidence.pretrained` there, without what no page needs.
 --ratios PRESET/OVER prints mean KL of one preset over another's by model and context instead, with 95 % intervals;
-PRESET@paper is PRESET with the windows of its paper. --over takes the second one's rows from another folder.
+PRESET@paper is PRESET with the windows of its paper.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def page(folder: Path, models: Mapping[str, Cells]) -> str:
 
 
 def filled(text: str, models: Mapping[str, Cells]) -> str:
-    """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `limits`, `worst`
-    (the largest of a text over the median)."""
+    """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `limits`, `own`
+    (KL with the method's own windows), `worst` (the largest of a text over the median)."""
 
     def figure(match: re.Match) -> str:
         short, preset, context, kind = match.groups()
@@ -88,6 +88,8 @@ def _figure(cells: Cells, preset: str, context: int, kind: str | None) -> str:
     if kind == "worst":
         values = cells.values(preset, context)
         return f"{max(values) / median(values):.0f}"
+    if kind == "own":
+        return divergence(cells.kl(preset, context, PAPER).value)
     if kind == "limits":
         return divergence(cells.kl(preset, context))
     return divergence(cells.kl(preset, context).value)
@@ -170,21 +172,17 @@ def _k(context: int) -> str:
     return f"{context // 1024}K" if context % 1024 == 0 else str(context)
 
 
-def _ratios(
-    models: Mapping[str, Cells], pairs: Sequence[str], others: Mapping[str, Cells]
-) -> Iterator[str]:
+def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
     """Return a line for each pair "PRESET/OVER", model and context where the second was measured on all texts
-    of the first. others: what the second is of."""
+    of the first."""
     for pair in pairs:
         (preset, own), (over, other) = (_windows(side) for side in pair.partition("/")[::2])
         for name, cells in models.items():
             for c in cells.contexts:
-                if name not in others or not (
-                    cells.measured(preset, c, own) and others[name].measured(over, c, other)
-                ):
+                if not (cells.measured(preset, c, own) and cells.measured(over, c, other)):
                     continue
                 ours = {row["text"]: row["kl"] for row in cells.texts[preset, own, c]}
-                theirs = {row["text"]: row["kl"] for row in others[name].texts[over, other, c]}
+                theirs = {row["text"]: row["kl"] for row in cells.texts[over, other, c]}
                 if ours.keys() <= theirs.keys():
                     ratio = intervals.ratio([*ours.values()], [theirs[text] for text in ours])
                     yield f"{pair} {name} {_k(c)}: {divergence(ratio)}"
@@ -220,7 +218,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--folder", type=Path, default=RESULTS / "pretrained", help="of rows and pictures")
     add("--out", type=Path, help="the page; default: FOLDER.md")
     add("--keep", type=words, default=(), help="NAME=FILE,...: rows of runs to store in FOLDER")
-    add("--over", type=Path, help="of --ratios: the folder of the second preset's rows")
     add(
         "--ratios",
         type=words,
@@ -238,8 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"[--folder] no rows; got {args.folder}; run evidence.pretrained first")
     models = dict(sorted(models.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
     if args.ratios:
-        others = read(args.over) if args.over else models
-        return print("\n".join(_ratios(models, args.ratios, others)))
+        return print("\n".join(_ratios(models, args.ratios)))
     out = args.out or args.folder.with_suffix(".md")
     for name, text in picture.drawn(models, SHORT).items():
         (args.folder / name).write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Write what each change of calibrations did to KL: `python -m experiments.evidence.stages`.
 
 The table of docs/results/positions.md between its two marks, from rows that were kept at each stage: folders of
-docs/results/positions are named by the commit that had them; the last stage is docs/results/pretrained.
+docs/results/positions are named by the commit that had them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.report import markdown_table
 
 PAGE = RESULTS / "positions.md"
-STAGES = ("83184deb", "7320516f")
+STAGES = ("83184deb", "7320516f", "21e94f24")
 PRESETS = ("fill-2.25", "fill-3")
 CONTEXTS = (1024, 4096, 8192, 32768)
 MARKS = re.compile(r"(<!-- experiments.evidence.stages -->\n).*?(<!-- end -->)", re.S)
@@ -26,8 +26,7 @@ MARKS = re.compile(r"(<!-- experiments.evidence.stages -->\n).*?(<!-- end -->)",
 
 def table() -> str:
     """Return a row for each model and context: KL by stage, the last stage over the one before it, answers."""
-    stages = [*(read(RESULTS / "positions" / commit) for commit in STAGES)]
-    stages.append(read(RESULTS / "pretrained"))
+    stages = [read(RESULTS / "positions" / commit) for commit in STAGES]
     heads = [""]
     for preset in PRESETS:
         heads += [f"`{preset}` KL", "last ratio", "answers"]

@@ -5,7 +5,7 @@ exact (SRFT, arXiv 2605.05699, sections 3.3 and 4.1).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +21,7 @@ from mlxkv.formats.calibration.sums import WINDOW, windows
 
 TRANSFORMS = ("none", "hadamard", "srft")
 NUMBERS = ("kurtosis", "energy", "entropy", "largest")  # of a probe
+PER_TEXT = 2  # texts of the hook of one of ours
 Key = tuple[int, str]  # layer and side
 See = Callable[[Key, torch.Tensor], torch.Tensor | None]
 
@@ -63,6 +64,14 @@ def calibration_rows(subject: Subject) -> dict[Key, torch.Tensor]:
             ids = torch.tensor([[*start, *part]], device=subject.model.device)
             subject.model(ids, use_cache=False, logits_to_keep=1)
     return {key: torch.cat(xs, 1) for key, xs in parts.items()}
+
+
+def pieces(tokens: Sequence[int], size: int, start: int) -> list[list[int]]:
+    """Return PER_TEXT texts of `size` tokens and one more, or fewer: pieces of a text, one after the other, each behind
+    its first `start` tokens."""
+    begin, rest, own = list(tokens[:start]), list(tokens[start:]), size - start
+    places = range(0, min(PER_TEXT * own, len(rest) - own), own)
+    return [begin + rest[i : i + own + 1] for i in places]
 
 
 @torch.no_grad()

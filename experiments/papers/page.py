@@ -1,8 +1,9 @@
 """Write docs/results/papers.md from rows: `python -m experiments.papers.page`.
 
 `papers_page.txt` beside this file is the page with Python between braces: calls of the functions of `Figures`, whose
-results are figures of docs/results/papers/PAPER-MODEL.jsonl.gz. --keep FOLDER first stores the rows of a run there,
-FOLDER/PAPER/MODEL.jsonl each, without what the page does not need. A picture a paper is drawn from the same rows.
+results are figures of docs/results/papers/PAPER-MODEL.jsonl.gz, and of the rows by MLX in docs/results/pretrained as
+tasks such as "real 4k", or "real paper 4k" with each method's own windows. --keep FOLDER first stores the rows of a
+run, FOLDER/PAPER/MODEL.jsonl each, without what the page does not need. A picture a paper is drawn from them.
 A text counts once all variants of its task have a row; a model has figures of a task from LEAST such texts on.
 
 Beside them lie codes.jsonl (`experiments.codes_by_triton`), encode.json and, of a GPU's machine, encode-h200.json
@@ -14,13 +15,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from math import floor, log10
 from pathlib import Path
 
 import numpy as np
 
+from experiments.evidence.cells import OURS, Cells
+from experiments.evidence.cells import read as read_real
 from experiments.options import Parser
 from experiments.papers.ratios import cells, markdown, more_perplexity
 from mlxkv import console
@@ -93,9 +96,16 @@ class Figures:
         self.folder, self.least = folder, least
 
     @cached_property
+    def _real(self) -> dict[str, Cells]:
+        """What was measured of presets by MLX, by model."""
+        found = read_real(self.folder.parent / "pretrained")
+        return {m: found[name] for m in MODELS for name in found if m.lower().startswith(name)}
+
+    @cached_property
     def _cells(self) -> dict[tuple[str, str], dict[str, Texts]]:
         found: dict[tuple[str, str], dict[str, Texts]] = {}
-        for row in read(sorted(self.folder.glob("*.jsonl.gz"))):
+        files = sorted(self.folder.glob("*.jsonl.gz"))
+        for row in [*read(files), *_rows_of(self._real)]:
             variants = found.setdefault((row["task"], row["model"]), {})
             variants.setdefault(row["preset"], {})[row["text"]] = row
         out = {}
@@ -131,7 +141,7 @@ class Figures:
         """Return mean KL over texts, nats."""
         return self.mean(task, variant, "kl", only)
 
-    def mean(self, task: str, variant: str, column: str, only: str = "", same: bool = False) -> str:
+    def mean(self, task: str, variant: str, column: str, only: str = "") -> str:
         """Return the mean of a column over rows."""
 
         def of(model: str) -> str | None:
@@ -139,7 +149,7 @@ class Figures:
             values = [row[column] for row in rows if column in row]
             return number(sum(values) / len(values)) if values else None
 
-        return self.each(of, task, only, same)
+        return self.each(of, task, only)
 
     def over(
         self, task: str, ours: str, theirs: str, only: str = "", column: str = "kl", base: str = ""
@@ -175,8 +185,23 @@ class Figures:
         return self.each(of, task, only)
 
     def bits(self, task: str, variant: str, only: str = "") -> str:
-        """Return stored bits a value."""
-        return self.mean(task, variant, "bits", only, same=True)
+        """Return stored bits a value, with three digits."""
+
+        def of(model: str) -> str | None:
+            found = [row["bits"] for row in self.texts(task, variant, model).values()]
+            return f"{sum(found) / len(found):.3g}" if found else None
+
+        return self.each(of, task, only, same=True)
+
+    def answers(self, preset: str, context: int = 4) -> str:
+        """Return how many questions are answered after `context` K tokens by MLX, and by full precision."""
+
+        def of(model: str) -> str | None:
+            rows = self._real.get(model)
+            ours, base = (rows and rows.answers(x, 1024 * context) for x in (preset, "fp16"))
+            return f"{ours[0]} of {ours[1]} (full precision {base[0]})" if ours and base else None
+
+        return self.each(of, f"real {context}k")
 
     def counted(self, task: str, variant: str) -> str:
         """Return of how many texts there are rows, of each model."""
@@ -278,6 +303,15 @@ class Figures:
         return f"{counts[0]} against {counts[1]}, p {number(mcnemar(*counts))}"
 
 
+def _rows_of(real: Mapping[str, Cells]) -> Iterator[Row]:
+    for model, found in real.items():
+        for (_, windows, context), texts in found.texts.items():
+            task = f"real {'' if windows == OURS else 'paper '}{context // 1024}k"
+            for row in texts:
+                more = {"bits": row.get("bits_per_value", 16.0), "differ": 1 - row["top1"]}
+                yield row | more | {"task": task, "model": model}
+
+
 @cache
 def tasks_of(folder: Path, short: str) -> dict[tuple[int, str], Texts]:
     """Return rows of HumanEval on a model by context and preset."""
@@ -359,7 +393,8 @@ def picture(figures: Figures, paper: str) -> str:
                     points.append((more_perplexity(rows) if hook else kl, line))
             if points:
                 axis.plot(*zip(*points, strict=True), "o", color=colour, label=short)
-        axis.set_xscale("symlog", linthresh=1) if hook else axis.set_xscale("log")
+        axis.set_xscale(**({"value": "symlog", "linthresh": 1} if hook else {"value": "log"}))
+        axis.set_xlim(left=0 if hook else None)  # with a tick at 0, as 0 to 1 is linear
         axis.set_yticks(range(len(variants)), reversed(variants))
         axis.set_xlabel("more perplexity" if hook else "mean KL over texts (nats)")
         axis.set_title(title)

@@ -50,7 +50,7 @@ from mlxkv.formats.quantizers import Affine
 
 PAPER = "srft"
 TENSOR = -1  # a group: one scale for all that is coded in a call
-LENGTH, PER_TEXT = 512, 2  # tokens of a text of the hook, and texts of one of ours
+LENGTH = 512  # tokens of a text of the hook
 PREFIX = 256  # tokens that a prefix's lambda is taken of
 ROWS = 4096  # calibration rows that a map is learned from
 HELD = 8  # one in so many calibration rows, the last, is held out
@@ -222,14 +222,6 @@ def variant(subject: Subject, sites: Mapping[bool, Site], recipe: Recipe) -> Var
 # -- What is measured beside the runner's rows.
 
 
-def pieces(tokens: Sequence[int], size: int, start: int) -> list[list[int]]:
-    """Return PER_TEXT texts of `size` tokens and one more, or fewer: pieces of a text, one after the other, each behind
-    its first `start` tokens."""
-    begin, rest, own = list(tokens[:start]), list(tokens[start:]), size - start
-    places = range(0, min(PER_TEXT * own, len(rest) - own), own)
-    return [begin + rest[i : i + own + 1] for i in places]
-
-
 class More:
     """What is measured of a model beside the runner's rows: the hook, errors of codes, probes."""
 
@@ -255,7 +247,7 @@ class More:
         after, _, site = self.of(subject)
         chosen = {v: RECIPES[v] for v in made if v in RECIPES and not RECIPES[v].before}
         size = min(LENGTH, len(tokens) - 1)
-        ids = pieces(tokens, size, len(sources.start_of(subject.loaded)))
+        ids = hook.pieces(tokens, size, len(sources.start_of(subject.loaded)))
         batch = torch.tensor(ids, device=subject.model.device)
 
         def keep(task: str, label: str, text: str, asked, make: Callable[[], dict]) -> None:

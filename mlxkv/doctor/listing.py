@@ -22,7 +22,7 @@ PAIR = "a pair takes its keys from one preset, its values from another: int8/int
 @dataclass(frozen=True)
 class Measured:
     """Quality and speed of a preset. kl: mean KL divergence from full precision, in nats, of tokens decoded after 8192;
-    same: how often the likeliest next token is the same, in percent; both for the worst of three pretrained models.
+    same: how often the likeliest next token is the same, in percent; both for the worst of four pretrained models.
     attention: speed of one token's attention over 32768 tokens, relative to full precision, on one H100. use: when to
     choose it."""
 
@@ -34,11 +34,11 @@ class Measured:
 
 # docs/results/pretrained.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.000019, 99.8, 1.37, "almost no change"),
-    "int4": Measured(0.0057, 95.9, 1.69, "the default: no calibration"),
-    "fill-4": Measured(0.0035, 96.5, 1.45, "smaller than int4; calibrates once"),
-    "fill-3": Measured(0.0130, 94.1, 1.51, "a smaller cache; calibrates once"),
-    "fill-2.25": Measured(0.0390, 89.7, 1.55, "the smallest cache; calibrates once"),
+    "int8": Measured(0.000013, 99.8, 1.37, "almost no change"),
+    "int4": Measured(0.0042, 96.7, 1.69, "the default: no calibration"),
+    "fill-4": Measured(0.0039, 96.2, 1.45, "smaller than int4; calibrates once"),
+    "fill-3": Measured(0.0120, 94.7, 1.51, "a smaller cache; calibrates once"),
+    "fill-2.25": Measured(0.0444, 89.2, 1.55, "the smallest cache; calibrates once"),
 }
 # With the recommended ones of `fill-NUMBER`.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS

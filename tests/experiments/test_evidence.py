@@ -102,12 +102,13 @@ def test_ratios_are_of_presets_on_the_same_texts(ran, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["int4/int4 m 1K: 1.00 [1.00, 1.00]", "int4/int4 m 2K: 1.00 [1.00, 1.00]"]
     assert not (tmp_path / "run.md").exists()
-    fewer = [one for one in ran if one["text"] != TEXTS[0] and one["task"] == "kl"]
-    stored(tmp_path / "half", [{**one, "kl": one["kl"] / 2} for one in fewer])
-    over = ["--over", str(tmp_path / "run"), "--ratios", "int4/int4"]
-    pretrained_page.main(["--folder", str(tmp_path / "half"), *over])
+    int4 = [one for one in ran if (one["task"], one["preset"]) == ("kl", "int4")]
+    fewer = [one for one in int4 if one["text"] != TEXTS[0] and one["windows"] == "64,64"]
+    halves = [{**one, "kl": one["kl"] / 2, "preset": "half"} for one in fewer]
+    stored(tmp_path / "half", [*ran, *halves])
+    pretrained_page.main(["--folder", str(tmp_path / "half"), "--ratios", "half/int4,int4/half"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["int4/int4 m 1K: 0.50 [0.50, 0.50]", "int4/int4 m 2K: 0.50 [0.50, 0.50]"]
+    assert lines == ["half/int4 m 1K: 0.50 [0.50, 0.50]", "half/int4 m 2K: 0.50 [0.50, 0.50]"]
 
 
 def test_slips_of_the_page(tmp_path):
@@ -132,7 +133,7 @@ def test_every_point_has_its_name():
     (name, *_) = pretrained_page.TITLES
     found = {name: read(folder)[name]}
     text = picture.against_bits(found, pretrained_page.SHORT)
-    for preset in ("fill-2.25", "kvarn-int2", "int4", "kivi-int4"):
+    for preset in ("fill-2.25", "centred-int2", "int4", "kivi-int4"):
         assert text.count(f">{preset}<") == len(found)
 
 

@@ -38,10 +38,7 @@ def figures(tmp_path):
 def test_models_read_the_texts_that_they_read_by_mlx(name, paper):
     """Of transformers' rows and of MLX's the likelihood in full precision is one: as it is not where a tokenizer splits
     words otherwise, or begins otherwise. Two texts are of what a machine has installed."""
-    folder = (
-        page.ROWS.parent / "pretrained"
-    )  # where texts of SmolLM2 and Qwen begin with a BOS token
-    kept = read([(folder if "gemma" in name else folder / "begins") / f"{name}.jsonl.gz"])
+    kept = read([page.ROWS.parent / "pretrained" / f"{name}.jsonl.gz"])
     by_mlx = {x["text"]: x["nll_base"] for x in kept if x["task"] == "kl" and x["context"] == 4096}
     model = next(x for x in page.MODELS if x.lower().startswith(name))
     kept = read([page.ROWS / f"{paper}-{model}.jsonl.gz"])
@@ -62,11 +59,45 @@ def test_figures_are_those_of_rows(figures):
     assert figures.kl("oscar", "a") == "SmolLM2 .20, Gemma 1,235"
     assert figures.kl("oscar", "a", "SmolLM2") == ".20"
     assert figures.kl("oscar", "b") == "SmolLM2 .10"
-    assert figures.bits("oscar", "a") == "SmolLM2 2.5, Gemma 2.2"
+    assert figures.bits("oscar", "a") == "SmolLM2 2.5, Gemma 2.25"
     assert figures.bits("oscar", "b") == "2.5"
     assert figures.over("oscar", "a", "b", "SmolLM2") == "2.0"  # of the two texts that both read
     assert figures.counted("oscar", "a") == "SmolLM2 2, Gemma 1"
     assert figures.perplexity("oscar", "a", "SmolLM2") == "+4.7"  # e^2 - e
+
+
+def test_rows_by_mlx_are_tasks_of_their_context_and_windows(tmp_path):
+    def one(preset, kl, text, windows="64,64", context=4096):
+        about = {"preset": preset, "windows": windows, "text": text, "context": context}
+        numbers = {"kl": kl, "top1": 1 - kl, "nll": 1 + kl, "nll_base": 1.0, "length": context}
+        return about | numbers | {"task": "kl", "model": "m", "bits_per_value": 4.375}
+
+    def asked(preset, right):
+        about = {"preset": preset, "windows": "64,64", "text": "document-1", "context": 4096}
+        return about | {
+            "task": "answers",
+            "model": "m",
+            "bits_per_value": 4.0,
+            "right": {"a": right},
+        }
+
+    rows = [one(p, kl, t) for p, kl in (("x", 0.2), ("y", 0.4)) for t in "123456"]
+    rows += [one("x", 0.1, t, "paper") for t in "123456"]
+    rows += [one("x", 0.6, t, context=1024) for t in "123456"]
+    rows += [asked("fp16", [True] * 4), asked("x", [True, False, True, True])]
+    rows.append(asked("fp16", [True] * 4) | {"task": "form"})
+    (tmp_path / "pretrained").mkdir()
+    lines = "\n".join(json.dumps({"split": "test"} | row) for row in rows)
+    (tmp_path / "pretrained" / "smollm2.jsonl").write_text(lines)
+    figures = Figures(tmp_path / "papers")
+    assert figures.kl("real 4k", "x") == ".20" and figures.kl("real paper 4k", "x") == ".10"
+    assert figures.over("real 4k", "y", "x", column="differ").startswith("2.0")
+    assert figures.over("real 1k", "x", "x", base="real 4k").startswith("3.0")
+    assert figures.bits("real 4k", "x") == "4.38"
+    assert figures.nats("real 4k", "y", "x").startswith(".20")
+    assert figures.answers("x") == "3 of 4 (full precision 4)"
+    with pytest.raises(UserError, match="no rows; got real 8k"):
+        figures.answers("x", 8)
 
 
 def test_few_or_unfinished_texts_are_left_out(tmp_path):

@@ -8,7 +8,7 @@ from small_models import TINY, story_tokens
 from experiments.papers import encode, hook, learned, ratios, srft
 from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
-from mlxkv.eval.rows import read
+from mlxkv.eval.rows import Rows, read
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.spec import affine as spec
 from mlxkv.spec import learned as learned_spec
@@ -168,6 +168,29 @@ def test_probes_tell_an_outlier(subtests):
     found = hook.probe(torch.from_numpy(x))
     assert found["kurtosis"] > 20 and found["entropy"] == 0 and found["largest"] == 1
     assert found["energy"] > 0.5 > plain["energy"]
+
+
+def test_the_hook_begins_texts_as_the_tokenizer_does(subject, monkeypatch, tmp_path):
+    assert hook.pieces([7, *range(10)], 4, 1) == [[7, 0, 1, 2, 3], [7, 3, 4, 5, 6]]
+    assert hook.pieces(range(9), 4, 0) == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    assert hook.pieces(range(8), 4, 0) == [[0, 1, 2, 3, 4]]
+    monkeypatch.setattr(srft.sources, "start_of", lambda loaded: [5, 6])
+    monkeypatch.setattr(srft, "LENGTH", 20)
+    begun = []
+
+    def look(embed, args):
+        begun.extend(args[0][:, :2].tolist())
+
+    handle = subject.model.get_input_embeddings().register_forward_pre_hook(look)
+    try:
+        assert hook.calibration_rows(subject)[0, "keys"].shape[1] == 600 + 2
+        assert begun == [[5, 6]]
+        tokens = [5, 6, *story_tokens(subject.loaded, 60)]
+        rows, more = Rows(tmp_path / "x.jsonl"), srft.More("float32")
+        more(subject, ["none"], 40, "text", tokens, rows)
+    finally:
+        handle.remove()
+    assert len(begun) > 4 and {tuple(x) for x in begun} == {(5, 6)}
 
 
 def test_the_command_writes_rows_and_tables(tmp_path, capsys, monkeypatch):
