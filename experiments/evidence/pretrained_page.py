@@ -45,6 +45,7 @@ SHORT = {
 }
 WORDS = {name: re.sub(r"\W", "", short.lower()) for name, short in SHORT.items()}  # in SAYS
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
+SAME = 0.002  # nats a token that one text may have by two machines; by more it is another text
 # Contexts that the page of the three models shows; rows hold them all.
 SHOWN = (1024, 8192, 32768)
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
@@ -174,17 +175,19 @@ def _k(context: int) -> str:
 
 def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
     """Return a line for each pair "PRESET/OVER", model and context where the second was measured on all texts
-    of the first."""
+    of the first; without texts that differ by machine."""
     for pair in pairs:
         (preset, own), (over, other) = (_windows(side) for side in pair.partition("/")[::2])
         for name, cells in models.items():
             for c in cells.contexts:
                 if not (cells.measured(preset, c, own) and cells.measured(over, c, other)):
                     continue
-                ours = {row["text"]: row["kl"] for row in cells.texts[preset, own, c]}
-                theirs = {row["text"]: row["kl"] for row in cells.texts[over, other, c]}
+                theirs = {row["text"]: row for row in cells.texts[over, other, c]}
+                ours = {row["text"]: row for row in cells.texts[preset, own, c]}
                 if ours.keys() <= theirs.keys():
-                    ratio = intervals.ratio([*ours.values()], [theirs[text] for text in ours])
+                    both = [(row, theirs[text]) for text, row in ours.items()]
+                    same = [x for x in both if abs(x[0]["nll_base"] - x[1]["nll_base"]) < SAME]
+                    ratio = intervals.ratio(*([x[i]["kl"] for x in same] for i in (0, 1)))
                     yield f"{pair} {name} {_k(c)}: {divergence(ratio)}"
 
 

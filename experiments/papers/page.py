@@ -175,6 +175,18 @@ class Figures:
 
         return self.each(of, task, only)
 
+    def gained(self, task: str, base: str, variant: str, *others: str, only: str = "") -> str:
+        """Return which share of the best one's gain over `base` a variant has, in nats, with its interval of 95 %."""
+
+        def of(model: str) -> str | None:
+            rows = [self.texts(task, name, model) for name in (base, variant, *others)]
+            if not all(rows):
+                return None
+            gains = [[rows[0][text]["nll"] - x[text]["nll"] for text in rows[0]] for x in rows[1:]]
+            return bracketed(intervals.ratio(gains[0], max(gains, key=sum)))
+
+        return self.each(of, task, only)
+
     def perplexity(self, task: str, variant: str, only: str = "") -> str:
         """Return how much a variant adds to perplexity."""
 

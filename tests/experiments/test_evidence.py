@@ -105,10 +105,17 @@ def test_ratios_are_of_presets_on_the_same_texts(ran, tmp_path, capsys):
     int4 = [one for one in ran if (one["task"], one["preset"]) == ("kl", "int4")]
     fewer = [one for one in int4 if one["text"] != TEXTS[0] and one["windows"] == "64,64"]
     halves = [{**one, "kl": one["kl"] / 2, "preset": "half"} for one in fewer]
-    stored(tmp_path / "half", [*ran, *halves])
-    pretrained_page.main(["--folder", str(tmp_path / "half"), "--ratios", "half/int4,int4/half"])
+    elsewhere = {"preset": "half", "text": TEXTS[0], "kl": 9.0}
+    other = [one | elsewhere for one in int4 if one["text"] == TEXTS[0]]
+    other = [x | {"nll_base": x["nll_base"] + 0.01} for x in other if x["windows"] == "64,64"]
+    assert other
+    stored(tmp_path / "half", [*ran, *halves, *other])
+    pretrained_page.main(["--folder", str(tmp_path / "half"), "--ratios", "half/int4"])
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["half/int4 m 1K: 0.50 [0.50, 0.50]", "half/int4 m 2K: 0.50 [0.50, 0.50]"]
+    stored(tmp_path / "fewer", [*ran, *halves])
+    pretrained_page.main(["--folder", str(tmp_path / "fewer"), "--ratios", "int4/half"])
+    assert not capsys.readouterr().out.strip(), "a text without a row of the second"
 
 
 def test_slips_of_the_page(tmp_path):

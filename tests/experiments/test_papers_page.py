@@ -55,6 +55,69 @@ def test_the_page_is_that_of_its_rows():
         assert (page.ROWS / f"{paper}.svg").exists()
 
 
+ALL = ("SmolLM2", "Gemma", "Qwen", "Qwen 1.5B")
+# Where a claim's row begins, what its verdict says, whose KL is over whose, and how that lies to 1, or to `than`: "<",
+# ">" or "=" (not told apart) of each model.
+VERDICTS = (
+    ("keys need a scale per channel", "**holds**", "real 4k", "naive-int4", "int4", ">>>"),
+    ("better than others", "**does not hold** on any", "real 4k", "oscar-int2", "kivi-int2", ">>>"),
+    ("better than others", "on any", "oscar", "oscar-int2", "kvarn-k2v2", ">>>>"),
+    ("better than others", "on any", "real 4k", "turbo-int2", "oscar-int2", "<<="),
+    ("better than Hadamard", "on two of three", "real 4k", "oscar-int2", "hadamard-int2", "<<="),
+    ("one rotation per kv head", "one a layer is ahead", "oscar", "oscar+layer", "oscar", "===<"),
+    ("a Lloyd-Max code", "**holds** on all four", "oscar", "oscar+centroids", "oscar", "<<<<"),
+    ("a Lloyd-Max code", "better on SmolLM2 alone", "oscar", "oscar+lloyd", "oscar", "<==>"),
+    ("SRFT and Hadamard", "not told apart", "real 4k", "srft-int4", "hadamard-int4", "==="),
+    ("the same behind 4K", "on Gemma Hadamard is ahead", "srft", "hadamard", "srft", "=<=="),
+    ("a scale per channel", "on 0.5B lambda", "real 4k", "srft-scaled-int4", "srft-int4", "=<<"),
+    ("Wu: near lossless", "cannot be told", "real 4k", "polar", "int4", ">>>"),
+    ("Han: 3.875 bits", "**does not hold**", "real 4k", "polar-tree", "turbo-int4", ">><"),
+    ("KVarN: far ahead", "**holds**", "oscar", "kvarn-k2v2", "naive-int2", "<<<<"),
+    ("KVarN as its authors", "on no model ahead", "oscar", "int3", "kvarn-k4v2", "<<<="),
+    ("KVarN as its authors", "on all but SmolLM2", "oscar", "fill-3", "kvarn-k4v2", "=<<<"),
+    ("4 bits for a few", "**holds**", "oscar", "kitty-0.125", "kitty-0", "<<<"),
+    ("4 bits for a few", "not told apart on Qwen", "oscar", "kivi-int2", "kitty-0.125", ">>="),
+    ("low rank is worth", "**does not hold**", "real 1k", "oja-0.75+int4", "int3", ">>>"),
+    ("half of `int2`'s KL", "**holds**", "real 4k", "fill-2.25", "int2", "<<<", 0.5),
+    ("half of `int2`'s KL", "**holds**", "real 8k", "fill-2.25", "int2", "<<<", 0.5),
+    ("half of its errors", "on Gemma", "real 4k", "fill-2.25", "int2", "<=<", 0.5, "differ"),
+    ("first at 2.5 bits", "**holds**", "real 4k", "fill-2.25", "centred-int2", "<<<"),
+    ("first at 2.5 bits", "on two of three", "real 8k", "fill-2.25", "centred-int2", "=<<"),
+    ("first at 2.5 bits", "**holds**", "real 8k", "fill-2.25", "turbo-int2", "<<<"),
+)
+
+
+def lies(shown: str, than: float) -> str:
+    low, high = (float(x) for x in re.search(r"\[(\S+), (\S+)\]", shown).groups())
+    return "<" if high < than else ">" if low > than else "="
+
+
+def test_verdicts_follow_from_their_intervals(subtests):
+    kept, rows = Figures(), page.PAGE.read_text(encoding="utf-8").splitlines()
+    for start, said, task, ours, theirs, expected, *more in VERDICTS:
+        than, column = (*more, *(1.0, "kl")[len(more) :])
+        with subtests.test(start=start, task=task, ours=ours, theirs=theirs):
+            (row,) = [x for x in rows if x.startswith(f"| {start}")]
+            assert said in row.split(" | ")[1]
+            models = ALL[: len(expected)]
+            found = [kept.over(task, ours, theirs, only=x, column=column) for x in models]
+            assert "".join(lies(x, than) for x in found) == expected, found
+    learned = [f"srft+learned-{x}" for x in ("scale", "rotation", "rotation+scale", "householder")]
+    shares = [kept.gained("srft.hook", "srft", *learned, only=model) for model in ALL]
+    assert "".join(lies(x, 0.5) for x in shares) == "=>=<", shares
+
+
+def test_a_share_of_the_gain_is_of_the_best_ones(tmp_path):
+    nll = {"base": 3.0, "a": 2.5, "b": 1.0, "c": 2.0}
+    rows = [row(p, t, nll=x + 0.1 * int(t)) for p, x in nll.items() for t in "123456"]
+    (tmp_path / "run" / "oscar").mkdir(parents=True)
+    (tmp_path / "run" / "oscar" / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page.keep(tmp_path / "run", tmp_path)
+    assert Figures(tmp_path).gained("oscar", "base", "a", "b", "c") == ".25 [.25, .25]"
+    with pytest.raises(UserError, match="no rows"):
+        Figures(tmp_path).gained("oscar", "base", "a", "d")
+
+
 def test_figures_are_those_of_rows(figures):
     assert figures.kl("oscar", "a") == "SmolLM2 .20, Gemma 1,235"
     assert figures.kl("oscar", "a", "SmolLM2") == ".20"

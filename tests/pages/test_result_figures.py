@@ -86,12 +86,13 @@ def by_model() -> list[Cells]:
     return [rows()[model] for model in ALL]
 
 
-def grown(preset, at, since=1, models=ALL) -> list[float]:
-    return [rows()[m].kl(preset, at * KI).value / rows()[m].kl(preset, KI).value for m in models]
+def grown(preset, at, models, folder) -> list[float]:
+    found = [rows(folder)[model] for model in models]
+    return [x.kl(preset, at * KI).value / x.kl(preset, KI).value for x in found]
 
 
-def worst(preset, at, model=QWEN) -> str:
-    values = rows()[model].values(preset, at * KI)
+def worst(preset, at, model=QWEN, folder=LATER) -> str:
+    values = rows(folder)[model].values(preset, at * KI)
     return exact(max(values) / median(values))
 
 
@@ -112,11 +113,14 @@ HISTORY = {
     "`int3` loses no answers": f"{right('int3', GEMMA, 8)} on Gemma ({full(GEMMA, 8)}), {right('int3', QWEN, 8)} on "
     f"Qwen ({full(QWEN, 8)}). Before, Qwen's KL was {kl('int3', [QWEN], 4, folder=BEFORE)} at 4K, "
     f"{kl('int3', [QWEN], 8, folder=BEFORE)} at 8K, {kl('int3', [QWEN], 32, folder=BEFORE)} at 32K",
-    "`int4` beats mlx-lm's codes": f"by far more: {kl('int4', at=8)} against {kl('naive-int4', at=8)}",
+    "`int4` beats mlx-lm's codes": "by half on SmolLM2, by far more on the others: "
+    f"{kl('int4', at=8)} against {kl('naive-int4', at=8)}",
     "at four bits everything is good": f"rotations collapse on Qwen: Hadamard {kl('hadamard-int4', [QWEN], 8)}, SRFT "
     f"{kl('srft-int4', [QWEN], 8)}, TurboQuant {kl('turbo-int4', [QWEN], 8)}; on Gemma "
     f"{kl('hadamard-int4', [GEMMA], 8)} to {kl('turbo-int4', [GEMMA], 8)}",
     "OSCAR matches KIVI": f"{kl('oscar-int2', at=8)}; KIVI {kl('kivi-int2', at=8)} at {bits('kivi-int2', QWEN)} bits",
+    "KVarN is near `int2`": f"before, as KVarN is no preset any more, {kl('kvarn-int2', at=8, folder=LATER)}: ahead of "
+    f"`int2`'s {kl('int2', [SMOL], 8, folder=LATER)} on SmolLM2, collapsed on the others",
     "keys have constants": "Gemma's weights of the key norm reach 30 where the median is 2.5; Qwen's key biases 145 to "
     "211 ([positions](positions.md#where-oscar-and-kvarn-collapse))",
     "8 bits are free": f"not on Qwen with scales per token: {kl('naive-int8', [QWEN], 8)}, "
@@ -178,7 +182,7 @@ SENTENCES = {
     ],
     "docs/results/positions.md": [
         "SmolLM2's KL at 8K is {} and {} times its KL at 1K.".format(
-            *(exact(grown(p, 8, models=[SMOL])[0]) for p in ("fill-2.25", "fill-3"))
+            *(exact(grown(p, 8, [SMOL], LATER)[0]) for p in ("fill-2.25", "fill-3"))
         )
         + f" Qwen's worst text has {worst('fill-2.25', 4)} and {worst('fill-3', 4)} times the median KL at 4K, "
         f"{worst('fill-2.25', 32)} and {worst('fill-3', 32)} times at 32K.",
