@@ -37,9 +37,8 @@ def _below(a, b):
 @triton.jit
 def _largest(x, axis: tl.constexpr):
     """Return the largest along an axis. NaN stays NaN."""
-    if (
-        INTERPRETED
-    ):  # which reduces element by element what is not `tl.max`, and that leaves NaN out
+    # The interpreter reduces element by element what is not `tl.max`, and that leaves NaN out.
+    if INTERPRETED:
         numbers = tl.where(x == x, x, -float("inf"))
         return tl.max(numbers, axis) + tl.sum(tl.where(x == x, 0.0, x), axis)
     return tl.reduce(x, axis, _above)
