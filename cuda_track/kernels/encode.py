@@ -11,17 +11,16 @@ of 32 bits are multiplied in float32.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 from cuda_track.kernels.codes import at_record, boundary
+from cuda_track.kernels.launch import interpreted
 
 HALF_MAX = tl.constexpr(65504.0)
 # Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.
 ROUNDS = tl.constexpr(12582912.0)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
@@ -79,7 +78,7 @@ def _clipped(y, RANK: tl.constexpr):
 
 @triton.jit
 def _half(x, LIMIT: tl.constexpr):
-    """x as float16, no larger than LIMIT. NaN stays NaN."""
+    """Return x as float16, no larger than LIMIT. NaN stays NaN."""
     return _below(_above(x, -LIMIT), LIMIT).to(tl.float16)
 
 

@@ -2,14 +2,12 @@
 
 It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model, with pictures beside them.
 --keep NAME=FILE first stores the rows of a run of `evidence.pretrained` there, without what no page needs.
---ratios PRESET/OVER prints mean KL of one preset over another's by model and context instead, with 95 % intervals;
-PRESET@paper is PRESET with the windows of its paper.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import floor, log10
 from pathlib import Path
 from statistics import median
@@ -19,7 +17,6 @@ from experiments.evidence.cells import OURS, PAPER, Cells, keep, machine, read
 from experiments.options import Parser, words
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
 from mlxkv.eval.report import markdown_table
@@ -45,7 +42,6 @@ SHORT = {
 }
 WORDS = {name: re.sub(r"\W", "", short.lower()) for name, short in SHORT.items()}  # in SAYS
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
-SAME = 0.002  # nats a token that one text may have by two machines; by more it is another text
 # Contexts that the page of the three models shows; rows hold them all.
 SHOWN = (1024, 8192, 32768)
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
@@ -173,29 +169,6 @@ def _k(context: int) -> str:
     return f"{context // 1024}K" if context % 1024 == 0 else str(context)
 
 
-def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
-    """Return a line for each pair "PRESET/OVER", model and context where the second was measured on all texts
-    of the first; without texts that differ by machine."""
-    for pair in pairs:
-        (preset, own), (over, other) = (_windows(side) for side in pair.partition("/")[::2])
-        for name, cells in models.items():
-            for c in cells.contexts:
-                if not (cells.measured(preset, c, own) and cells.measured(over, c, other)):
-                    continue
-                theirs = {row["text"]: row for row in cells.texts[over, other, c]}
-                ours = {row["text"]: row for row in cells.texts[preset, own, c]}
-                if ours.keys() <= theirs.keys():
-                    both = [(row, theirs[text]) for text, row in ours.items()]
-                    same = [x for x in both if abs(x[0]["nll_base"] - x[1]["nll_base"]) < SAME]
-                    ratio = intervals.ratio(*([x[i]["kl"] for x in same] for i in (0, 1)))
-                    yield f"{pair} {name} {_k(c)}: {divergence(ratio)}"
-
-
-def _windows(side: str) -> tuple[str, str]:
-    preset, _, windows = side.partition("@")
-    return preset, windows or OURS
-
-
 def divergence(figure: Interval | float) -> str:
     """Format KL (nats) with two digits, in full, with its limits."""
     if isinstance(figure, Interval):
@@ -221,12 +194,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--folder", type=Path, default=RESULTS / "pretrained", help="of rows and pictures")
     add("--out", type=Path, help="the page; default: FOLDER.md")
     add("--keep", type=words, default=(), help="NAME=FILE,...: rows of runs to store in FOLDER")
-    add(
-        "--ratios",
-        type=words,
-        default=(),
-        help="PRESET[@paper]/OVER,...: print ratios of KL, no page",
-    )
     args = parser.parse_args(arguments)
     for text in args.keep:
         name, _, file = text.partition("=")
@@ -237,8 +204,6 @@ def main(arguments: list[str] | None = None) -> None:
     if not models:
         raise UserError(f"[--folder] no rows; got {args.folder}; run evidence.pretrained first")
     models = dict(sorted(models.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
-    if args.ratios:
-        return print("\n".join(_ratios(models, args.ratios)))
     out = args.out or args.folder.with_suffix(".md")
     for name, text in picture.drawn(models, SHORT).items():
         (args.folder / name).write_text(text, encoding="utf-8")

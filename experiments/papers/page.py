@@ -320,7 +320,7 @@ def _rows_of(real: Mapping[str, Cells]) -> Iterator[Row]:
         for (_, windows, context), texts in found.texts.items():
             task = f"real {'' if windows == OURS else 'paper '}{context // 1024}k"
             for row in texts:
-                more = {"bits": row.get("bits_per_value", 16.0), "differ": 1 - row["top1"]}
+                more = {"bits": row["bits_per_value"], "differ": 1 - row["top1"]}
                 yield row | more | {"task": task, "model": model}
 
 
@@ -405,8 +405,11 @@ def picture(figures: Figures, paper: str) -> str:
                     points.append((more_perplexity(rows) if hook else kl, line))
             if points:
                 axis.plot(*zip(*points, strict=True), "o", color=colour, label=short)
-        axis.set_xscale(**({"value": "symlog", "linthresh": 1} if hook else {"value": "log"}))
-        axis.set_xlim(left=0 if hook else None)  # with a tick at 0, as 0 to 1 is linear
+        if hook:
+            axis.set_xscale("symlog", linthresh=1)
+            axis.set_xlim(left=0)  # with a tick there, as 0 to 1 is linear
+        else:
+            axis.set_xscale("log")
         axis.set_yticks(range(len(variants)), reversed(variants))
         axis.set_xlabel("more perplexity" if hook else "mean KL over texts (nats)")
         axis.set_title(title)

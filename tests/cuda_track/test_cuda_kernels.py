@@ -39,6 +39,10 @@ pytest.importorskip(
     "cuda_track.kernels.interpreter"
 )  # which says how kernels are built; no Triton on a Mac
 
+from triton import language as tl  # noqa: E402
+
+from cuda_track.kernels import encode  # noqa: E402
+
 torch.set_num_threads(1)
 # Weights of values are float16 in the kernel: half a step is 2^-12, and codes of 2 bits are coarse.
 BOUND = 2e-3
@@ -389,6 +393,26 @@ def test_nan_stays_nan_as_in_plain_ops(subtests, monkeypatch):
             found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})
             made, right = (code.decode(y, torch.float32).isnan() for y in (found, code.encode(x)))
             assert made.any() and torch.equal(made, right)
+
+
+@pytest.mark.parametrize("name", ["int4 g32", "int2 channels"])
+def test_the_gpus_way_to_the_largest_keeps_nan_and_numbers(name, monkeypatch):
+    """The interpreter takes another, as it reduces by a function element by element."""
+    torch.manual_seed(0)
+    code, x = Codec(SIDES[name], 64, PAGE), torch.randn(1, 1, PAGE, 64)
+    found = []
+    for spoiled, interpreted in ((False, True), (False, False), (True, False)):
+        monkeypatch.setattr(encode, "INTERPRETED", tl.constexpr(interpreted))
+        if spoiled:
+            x[0, 0, 3, 5] = torch.nan
+        (at, _), pool = layout.layouts((code, code)), Pool()
+        pool.reserve(1, Record((at, at)), 1, x.device)
+        launch.quantize_pages(code, x, at, pool.sides[0], [0])
+        found.append(at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()}))
+    for number in found[0]:
+        assert torch.equal(found[0][number], found[1][number]), number
+    made, right = (code.decode(y, torch.float32).isnan() for y in (found[2], code.encode(x)))
+    assert made.any() and torch.equal(made, right)
 
 
 def test_the_benchmark_checks_what_it_times_and_takes_the_fastest_baseline(monkeypatch):

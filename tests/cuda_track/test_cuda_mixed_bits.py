@@ -249,6 +249,9 @@ def test_dequantized_numbers_stay_in_the_range_of_their_dtype():
     out = torch.empty(1, 1, PAGES * PAGE, 64, dtype=torch.float16)
     launch.dequantize(pages, 1, out, 0)
     assert out.abs().max() == 65504
+    pages.sides[1]["numbers"].fill_(0x7E007E00)  # NaN
+    launch.dequantize(pages, 1, out, 0)
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))

@@ -96,28 +96,6 @@ def test_the_page_of_rows(ran, tmp_path):
     assert "pretrained models of 135" not in text, "findings are about the kept models"
 
 
-def test_ratios_are_of_presets_on_the_same_texts(ran, tmp_path, capsys):
-    stored(tmp_path / "run", ran)
-    pretrained_page.main(["--folder", str(tmp_path / "run"), "--ratios", "int4/int4,int4/nothing"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["int4/int4 m 1K: 1.00 [1.00, 1.00]", "int4/int4 m 2K: 1.00 [1.00, 1.00]"]
-    assert not (tmp_path / "run.md").exists()
-    int4 = [one for one in ran if (one["task"], one["preset"]) == ("kl", "int4")]
-    fewer = [one for one in int4 if one["text"] != TEXTS[0] and one["windows"] == "64,64"]
-    halves = [{**one, "kl": one["kl"] / 2, "preset": "half"} for one in fewer]
-    elsewhere = {"preset": "half", "text": TEXTS[0], "kl": 9.0}
-    other = [one | elsewhere for one in int4 if one["text"] == TEXTS[0]]
-    other = [x | {"nll_base": x["nll_base"] + 0.01} for x in other if x["windows"] == "64,64"]
-    assert other
-    stored(tmp_path / "half", [*ran, *halves, *other])
-    pretrained_page.main(["--folder", str(tmp_path / "half"), "--ratios", "half/int4"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["half/int4 m 1K: 0.50 [0.50, 0.50]", "half/int4 m 2K: 0.50 [0.50, 0.50]"]
-    stored(tmp_path / "fewer", [*ran, *halves])
-    pretrained_page.main(["--folder", str(tmp_path / "fewer"), "--ratios", "int4/half"])
-    assert not capsys.readouterr().out.strip(), "a text without a row of the second"
-
-
 def test_slips_of_the_page(tmp_path):
     with pytest.raises(UserError, match=r"\[--folder\] no rows; got"):
         pretrained_page.main(["--folder", str(tmp_path)])

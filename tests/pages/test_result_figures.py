@@ -18,6 +18,7 @@ from cuda_track.golden import parity
 from experiments import engine
 from experiments.evidence import agreement, pretrained, stages
 from experiments.evidence.cells import OURS, PAPER, Cells, read
+from experiments.papers import page as papers_page
 
 RESULTS = repo_pages.ROOT / "docs/results"
 SMOL, GEMMA, QWEN = ALL = ("smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b")
@@ -294,6 +295,38 @@ def test_the_table_of_engines_is_that_of_its_rows(rows):
         "h200x2": "| 64 x 8,192: tokens a second (over bf16) | 5330 | 6589 (1.24) |",
         "quality": "| int4 | Qwen2.5-Coder-0.5B-Instruct | 98.1 [97.5, 98.7] |",
     }[rows] in made
+
+
+def _alike(one: dict, other: dict) -> bool:
+    """Whether two rows are of one text, which differs by machine where it is of what is installed."""
+    return abs(one["nll_base"] - other["nll_base"]) < 0.002
+
+
+def test_what_papers_says_of_rows_from_before_is_computed():
+    """Of calibrations before positions were averaged, of texts behind a BOS token, and of the other way to read."""
+    said = page("docs/results/papers.md").read_text(encoding="utf-8")
+    assert (
+        "(before {:.1f}, {:.1f} and {:.1f} on".format(*grown("fill-2.25", 8, ALL, BEFORE)) in said
+    )
+    limits = []
+    for model in (SMOL, QWEN):
+        places = [(p, at * KI) for p in ("fill-2.25", "fill-3", "int3") for at in (1, 4, 8)]
+        now, then = rows()[model], rows(LATER)[model]
+        found = [now.kl(*x).value / then.kl(*x).value for x in places]
+        limits += [f"{x:.2f}".removeprefix("0") for x in (min(found), max(found))]
+    ranges = "{} to {} of the KL that they had on SmolLM2 after 1K, 4K and 8K, {} to {} on Qwen"
+    assert ranges.format(*limits) in said
+    kept, levels = papers_page.Figures(), []
+    for model in papers_page.MODELS:
+        for preset in rows()[SMOL].bits.keys() - {"fp16"}:
+            one, other = (kept.texts(task, preset, model) for task in ("real 4k", "oscar"))
+            same = [t for t in one.keys() & other.keys() if _alike(one[t], other[t])]
+            if same:
+                levels.append(
+                    fmean(one[t]["kl"] for t in same) / fmean(other[t]["kl"] for t in same)
+                )
+    assert len(levels) > 20
+    assert f"has {min(levels):.1f} to {max(levels):.1f} times its KL in *oscar*" in said
 
 
 def below(preset: str, bound: float, at: int, model: str) -> int:
