@@ -12,7 +12,8 @@ import torch
 
 from cuda_track.golden import kernels
 from cuda_track.golden.table import TABLE
-from cuda_track.kernels.launch import absent, interpreted
+from cuda_track.kernels import interpreted
+from cuda_track.kernels.launch import absent
 from mlxkv import console
 
 

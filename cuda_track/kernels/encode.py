@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cuda_track.kernels import interpreted
 from cuda_track.kernels.codes import at_record, boundary
-from cuda_track.kernels.launch import interpreted
 
 HALF_MAX = tl.constexpr(65504.0)
 # Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.

@@ -7,7 +7,6 @@ new tokens --quantize_kernel--> pages --dequantize_kernel--> the stored domain, 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,7 +17,7 @@ import torch
 
 from cuda_track.codec.codec import Codec, Stored, both
 from cuda_track.codec.transform import Transform
-from cuda_track.kernels import blocks, layout, record
+from cuda_track.kernels import blocks, interpreted, layout, record
 from cuda_track.kernels.blocks import BlockLayout
 from cuda_track.kernels.layout import Layout, PlaneLayout
 from cuda_track.kernels.pool import PoolPages
@@ -50,11 +49,6 @@ class Kernel(Protocol):
 def absent() -> str | None:
     """Return why there is no Triton here, or None."""
     return None if find_spec("triton") else "triton is not installed"
-
-
-def interpreted() -> bool:
-    """Return whether Triton's kernels run in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
