@@ -22,6 +22,7 @@ from experiments.papers import page as papers_page
 
 RESULTS = repo_pages.ROOT / "docs/results"
 SMOL, GEMMA, QWEN = ALL = ("smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b")
+LARGEST, FILLS = "qwen2.5-coder-1.5b", ("fill-4", "fill-3", "fill-2.25")
 BEFORE, AVERAGED, LATER = (f"positions/{x}" for x in ("179f1097", "94ce4093", "21e94f24"))
 KI = 1024
 EXACT = re.compile(r"<([\d.e-]+)>")
@@ -316,6 +317,13 @@ def test_what_papers_says_of_rows_from_before_is_computed():
         limits += [f"{x:.2f}".removeprefix("0") for x in (min(found), max(found))]
     ranges = "{} to {} of the KL that they had on SmolLM2 after 1K, 4K and 8K, {} to {} on Qwen"
     assert ranges.format(*limits) in said
+    now, then = rows()[LARGEST], rows(LATER)[LARGEST]
+    limits = []
+    for at in (8, 1):
+        found = [now.kl(x, at * KI).value / then.kl(x, at * KI).value for x in FILLS]
+        limits += [f"{x:.2f}".removeprefix("0") for x in (min(found), max(found))]
+    ranges = "have {} to {} of the KL that they had, after 1K {} to {}"
+    assert ranges.format(*limits) in said
     kept, levels = papers_page.Figures(), []
     for model in papers_page.MODELS:
         for preset in rows()[SMOL].bits.keys() - {"fp16"}:
@@ -380,17 +388,26 @@ def test_the_page_of_shares_is_that_of_its_rows():
         "docs/guide/presets.md": f"of {of_few} readings of texts of kinds that no choice reads {few} were below",
     }.items():
         assert said in repo_pages.ROOT.joinpath(name).read_text(encoding="utf-8")
-    for x in files["h200-others"]:
-        kept = {
-            y["preset"]
-            for y in files["h200-others"]
-            if y.get("bound") == 0.97 and y["model"] == x["model"]
-        }
-        if "texts" in x and x["preset"] in kept:
-            assert {name for name, n in x["texts"].items() if n < 0.97 * x["tokens"]} <= {"csv"}
+    for name in ("h200-others", "h200-whole-others"):
+        bounds = {(x["model"], x["preset"]): x["bound"] for x in files[name] if "bound" in x}
+        low = [
+            (x["model"], text, bounds[x["model"], x["preset"]] - n / x["tokens"])
+            for x in files[name]
+            if "texts" in x and (x["model"], x["preset"]) in bounds
+            for text, n in x["texts"].items()
+            if n < bounds[x["model"], x["preset"]] * x["tokens"]
+        ]
+        assert {text for _, text, _ in low} == {"csv"}, name
+    by_today = "by " + " to ".join(
+        f"{100 * end(x for *_, x in low):.1f}".lstrip("0") for end in (min, max)
+    )
+    assert {model for model, *_ in low} == {LOADED[1]} and f"Qwen's CSV, {by_today}." in text
     again = [counts[name][0] for name in ("h200-whole", "h200-whole-others")]
     lost, of_readings = (sum(int(y.split()[i]) for y in again) for i in (0, 2))
-    assert lost == 0 and f"none of {of_readings} readings is below" in text
+    assert lost == len(low) == 3
+    assert f"{lost} of {of_readings} readings are below, all three of Qwen's CSV" in text
+    assert again[0].startswith("0 of 96 ") and "On the twelve texts none of 96 is." in text
+    assert f"it is {again[1].split(' readings')[0]} again" in text
     _, by, _ = counts["cpu"]
     assert f"SmolLM2's two choices lose none of 24, Gemma's {by[LOADED[2]]}." in text
     assert by[LOADED[0]] == "0 of 24"
