@@ -272,20 +272,26 @@ def rotations(
 ) -> dict[int, Rotary | None]:
     """Return how keys of each layer rotate up to position `longest`; None where it is not as RoPE does. Tokens that see
     themselves alone compute the same at every position."""
-    from cuda_track.models.taps import observing
+    from cuda_track.models.taps import exact_ropes, observing
 
     keys_at: dict[int, dict[int, np.ndarray]] = {}
+    dtypes: dict[int, torch.dtype] = {}
     ids = torch.tensor(tokens, device=model.device)[:, None]
     for t in rotary.positions(longest):
 
         def observe(call: Call, t: int = t) -> None:
+            dtypes[call.layer] = call.keys.dtype
             keys_at.setdefault(call.layer, {})[t] = call.keys.float().flatten(0, 2).cpu().numpy()
 
         with observing(model, observe), torch.no_grad():
-            at = torch.full_like(ids, t)
-            model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
-    resolution = torch.finfo(model.dtype).eps
-    return {layer: rotary.measured(rows, resolution) for layer, rows in keys_at.items()}
+            if not keys_at:
+                model(ids[:1], use_cache=False, logits_to_keep=1)
+            if not keys_at:  # attention of its own, which takes no float32 either
+                return {}
+            with exact_ropes(model):
+                at = torch.full_like(ids, t)
+                model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
+    return {i: rotary.measured(rows, torch.finfo(dtypes[i]).eps) for i, rows in keys_at.items()}
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ def _observed(module, query, key, value, attention_mask, **kwargs):
         raise UserError(
             "[calibrate] this model's attention is more than softmax; got softcap or sinks"
         )
-    out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    rounded = query.to(value.dtype), key.to(value.dtype)  # `exact_ropes` has them in float32
+    out, weights = sdpa_attention_forward(module, *rounded, value, attention_mask, **kwargs)
     if _observers:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         mixed = out.swapaxes(1, 2)
@@ -61,6 +62,23 @@ def _output(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor | None
         return None
     heads = query.shape[1]
     return projection.weight.T.reshape(heads, -1, projection.weight.shape[0])
+
+
+@contextmanager
+def exact_ropes(model: PreTrainedModel) -> Iterator[None]:
+    """Give calls that are observed queries and keys in float32: rounded to 16 bits, they hide how far slow pairs
+    rotate."""
+
+    def whole(_, given: tuple) -> tuple:
+        return (given[0].float(), *given[1:])  # sines and cosines get its dtype
+
+    ropes = [x for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding")]
+    hooks = [rope.register_forward_pre_hook(whole) for rope in ropes]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -7,7 +7,8 @@ the end (`spec/positions.py`). Half of the weight of keys is the attention they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -329,16 +330,51 @@ def srft(dims: int) -> Transform:
 RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
-class PositionCache:
-    """An empty cache at position `offset` that records the keys passed to it."""
+Ropes = list[tuple[mx.array, mx.array]]
 
-    def __init__(self, offset: int):
-        self.offset = offset
+
+@contextmanager
+def _exact_ropes() -> Iterator[Ropes]:
+    """Yield a list of what `mx.fast.rope` returns, beside the same in float32: rounded to 16 bits, keys hide how far
+    slow pairs rotate."""
+    own, ropes = mx.fast.rope, []
+
+    def rope(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        exact = own(x.astype(mx.float32), *args, **kwargs)
+        ropes.append((exact.astype(x.dtype), exact))
+        return ropes[-1][0]
+
+    mx.fast.rope = rope
+    try:
+        yield ropes
+    finally:
+        mx.fast.rope = own
+
+
+def _exact(keys: mx.array, ropes: Ropes) -> mx.array:
+    """Return keys [B, G, L, D] as `ropes` has them, all channels or the last ones; as they are, if it has them not."""
+    for rounded, exact in ropes:
+        start, heads = keys.shape[-1] - rounded.shape[-1], rounded.shape[1]
+        if start >= 0 and heads in (1, keys.shape[1]):
+            rest, rotated = keys[..., :start], keys[..., start:]
+            if mx.array_equal(rotated, mx.broadcast_to(rounded, rotated.shape)):
+                exact = mx.broadcast_to(exact, rotated.shape)
+                return mx.concatenate([rest.astype(mx.float32), exact], axis=-1)
+    return keys
+
+
+class PositionCache:
+    """An empty cache at position `offset` that records the keys passed to it, and as `ropes` has them."""
+
+    def __init__(self, offset: int, ropes: Ropes):
+        self.offset, self.ropes = offset, ropes
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.exact: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.keys, self.values = keys, values
+        self.exact = _exact(keys, self.ropes)
         self.offset += keys.shape[2]
         return self.keys_and_values()
 
@@ -365,13 +401,14 @@ def rotations(
     dtypes = dict.fromkeys(places, mx.float32)
     for t in rotary.positions(longest):
         caches = own_caches(model)
-        for place, cache in leaves(caches):
-            if class_of(cache).has_keys:
-                put(caches, place, PositionCache(t))
-        model(tokens[:, None], cache=caches)
+        with _exact_ropes() as ropes:
+            for place, cache in leaves(caches):
+                if class_of(cache).has_keys:
+                    put(caches, place, PositionCache(t, ropes))
+            model(tokens[:, None], cache=caches)
         caches_by_place = dict(leaves(caches))
         for place in places:
-            keys = caches_by_place[place].keys
+            keys = caches_by_place[place].exact
             dtypes[place] = keys.dtype
             rows = keys.astype(mx.float32).reshape(-1, keys.shape[-1])
             kept[place][t] = np.array(rows)

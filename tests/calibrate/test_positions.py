@@ -146,8 +146,9 @@ def test_files_say_their_reach(model, tmp_path):
     artifact.write_calibration(path, made)
     assert artifact.read_calibration(path).positions == 5000
     assert artifact.read_calibration(path).shortfall(5000) is None
-    assert "up to 5,000; longer contexts lose quality" in artifact.read_calibration(path).shortfall(
-        5001
+    assert (
+        "up to 5,000; longer contexts lose quality; calibrate again"
+        in artifact.read_calibration(path).shortfall(5001)
     )
 
 

@@ -72,10 +72,18 @@ def test_yarn_is_measured_with_its_factor():
     assert slow == pytest.approx(plain(64)[-1] / 4, rel=1e-3)
 
 
-def test_half_precision_is_as_exact_far_away():
-    for one in measure("llama", dtype=mx.bfloat16):
-        np.testing.assert_array_equal(one.pairs, positions.rotary_pairs(64))
-        np.testing.assert_allclose(one.frequencies * 32768, plain(64) * 32768, atol=0.05)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "falcon_h1", "deepseek_v2"])
+def test_half_precision_is_as_exact_far_away(family, dtype):
+    """The keys that a cache gets are rounded: slow pairs of a base of a million would not be seen to move."""
+    rope = mx.fast.rope
+    bases = {} if family == "falcon_h1" else {"rope_theta": 1e6}
+    for one, exact in zip(
+        measure(family, dtype=dtype, **bases), measure(family, **bases), strict=True
+    ):
+        np.testing.assert_array_equal(one.pairs, exact.pairs)
+        np.testing.assert_allclose(one.frequencies * 32768, exact.frequencies * 32768, atol=0.05)
+    assert mx.fast.rope is rope
 
 
 def rows(kind, count=PROBES, dims=8):

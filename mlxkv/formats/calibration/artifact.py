@@ -171,7 +171,8 @@ class Calibration:
         if context is None or self.positions >= context:
             return None
         name = self.path or "this one"
-        return f"[calibration] {name} holds for positions up to {self.positions:,}; longer contexts lose quality"
+        reach = f"[calibration] {name} holds for positions up to {self.positions:,}"
+        return f"{reach}; longer contexts lose quality; calibrate again"
 
     @cached_property
     def digest(self) -> str:
