@@ -83,8 +83,15 @@ def number(x: float) -> str:
 def bracketed(x: intervals.Interval) -> str:
     if not x.known:
         return number(x.value)
-    # Two places from 1 on: whether an interval holds 1 has to be seen.
-    value, low, high = (f"{n:.2f}" if 1 <= n < 2 else number(n) for n in (x.value, *x.limits))
+    # Two places from 1 on, three beside it: whether an interval holds 1 has to be seen.
+    value, low, high = (
+        f"{n:.3f}".removeprefix("0")
+        if n != 1 and f"{n:.2f}" == "1.00"
+        else f"{n:.2f}"
+        if 1 <= n < 2
+        else number(n)
+        for n in (x.value, *x.limits)
+    )
     return f"{value} [{low}, {high}]"
 
 

@@ -67,10 +67,13 @@ VERDICTS = (
     ("one rotation per kv head", "one a layer is ahead", "oscar", "oscar+layer", "oscar", "===<"),
     ("a Lloyd-Max code", "**holds** on all four", "oscar", "oscar+centroids", "oscar", "<<<<"),
     ("a Lloyd-Max code", "better on SmolLM2 alone", "oscar", "oscar+lloyd", "oscar", "<==>"),
+    ("a Lloyd-Max code", "lose on Gemma", "oscar", "oscar+centroids+even", "oscar+even", "=>=>"),
+    ("naive codes", "naive codes;", "oscar-stages", "oscar", "naive-int2", "<<<<", 1.0, "outputs"),
     ("SRFT and Hadamard", "not told apart", "real 4k", "srft-int4", "hadamard-int4", "==="),
     ("the same behind 4K", "on Gemma Hadamard is ahead", "srft", "hadamard", "srft", "=<=="),
-    ("a scale per channel", "on 0.5B lambda", "real 4k", "srft-scaled-int4", "srft-int4", "=<<"),
-    ("Wu: near lossless", "cannot be told", "real 4k", "polar", "int4", ">>>"),
+    ("a scale per channel", "on Qwen and Gemma", "real 4k", "srft-scaled-int4", "srft-int4", "=<<"),
+    ("the same at 3 bits", "on SmolLM2 and Gemma", "srft", "hadamard-int3", "srft-int3", "<<=>"),
+    ("Wu: near lossless at", "cannot be told", "real 4k", "polar", "int4", ">>>"),
     ("Han: 3.875 bits", "**does not hold**", "real 4k", "polar-tree", "turbo-int4", ">><"),
     ("Han: preconditioning", "**holds** with", "polarquant", "han+plain", "han", ">>>>"),
     (
@@ -80,6 +83,14 @@ VERDICTS = (
         "han+plain+online",
         "han+online",
         "><<<",
+    ),
+    (
+        "Han: preconditioning",
+        "and the 1.5B",
+        "polarquant",
+        "han+plain+offline",
+        "han+offline",
+        ">==>",
     ),
     ("Han: online", "**holds** on Qwen 1.5B", "polarquant", "han+online", "han+offline", "===<"),
     ("Han: online", "on all four", "polarquant", "han+plain+online", "han+plain+offline", "<<<<"),
@@ -116,6 +127,9 @@ def test_verdicts_follow_from_their_intervals(subtests):
     learned = [f"srft+learned-{x}" for x in ("scale", "rotation", "rotation+scale", "householder")]
     shares = [kept.gained("srft.hook", "srft", *learned, only=model) for model in ALL]
     assert "".join(lies(x, 0.5) for x in shares) == "=>=<", shares
+    both, only = (f"{x}+learned-rotation+scale" for x in ("srft", "none"))
+    more = [kept.nats("srft.hook", only, both, model) for model in ALL]
+    assert "".join(lies(x, 0) for x in more) == ">><<", more
 
 
 def test_a_share_of_the_gain_is_of_the_best_ones(tmp_path):
@@ -222,6 +236,10 @@ def test_an_interval_shows_whether_it_holds_1():
     interval = intervals.ratio([1.02, 1.1, 1.2, 1.03, 1.1], [1.0] * 5)
     assert interval.low > 1
     assert re.fullmatch(r"1\.09 \[1\.0[2-6], 1\.1\d\]", page.bracketed(interval))
+    near = intervals.ratio([1.002, 1.003, 1.004, 1.002, 1.003], [1.0] * 5)
+    assert re.fullmatch(r"1\.003 \[1\.002, 1\.00[34]\]", page.bracketed(near))
+    near = intervals.ratio([0.998, 0.997, 0.996, 0.998, 0.997], [1.0] * 5)
+    assert re.fullmatch(r"\.997 \[\.99[67], \.998\]", page.bracketed(near))
 
 
 def test_times_are_those_of_their_rows(tmp_path):

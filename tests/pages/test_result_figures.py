@@ -342,6 +342,19 @@ LOADED = (
 )
 
 
+def short_of(rows: list[dict]) -> list[tuple[str, str, float]]:
+    """Model and text of each reading of a chosen preset that is below what was asked, and by how much."""
+    return [
+        (x["model"], text, choice["bound"] - n / x["tokens"])
+        for choice in rows
+        if "bound" in choice
+        for x in rows
+        if "texts" in x and all(x[key] == choice[key] for key in ("model", "preset"))
+        for text, n in x["texts"].items()
+        if n < choice["bound"] * x["tokens"]
+    ]
+
+
 def test_the_page_of_shares_is_that_of_its_rows():
     text = " ".join((RESULTS / "agreement.md").read_text(encoding="utf-8").split())
     files = {x.stem: agreement.read(x) for x in (RESULTS / "agreement").glob("*.jsonl")}
@@ -380,26 +393,26 @@ def test_the_page_of_shares_is_that_of_its_rows():
         "docs/guide/presets.md": f"of {of_few} readings of texts of kinds that no choice reads {few} were below",
     }.items():
         assert said in repo_pages.ROOT.joinpath(name).read_text(encoding="utf-8")
-    for name in ("h200-others", "h200-whole-others"):
-        bounds = {(x["model"], x["preset"]): x["bound"] for x in files[name] if "bound" in x}
-        low = [
-            (x["model"], text, bounds[x["model"], x["preset"]] - n / x["tokens"])
-            for x in files[name]
-            if "texts" in x and (x["model"], x["preset"]) in bounds
-            for text, n in x["texts"].items()
-            if n < bounds[x["model"], x["preset"]] * x["tokens"]
-        ]
-        assert {text for _, text, _ in low} == {"csv"}, name
-    by_today = "by " + " to ".join(
-        f"{100 * end(x for *_, x in low):.1f}".lstrip("0") for end in (min, max)
-    )
-    assert {model for model, *_ in low} == {LOADED[1]} and f"Qwen's CSV, {by_today}." in text
+    assert {text for _, text, _ in short_of(files["h200-others"])} == {"csv"}
+    low = short_of(files["h200-whole-others"])
+    assert {(model, text) for model, text, _ in low} == {(LOADED[1], "csv")}
+    ends = (f"{100 * end(x for *_, x in low):.1f}".lstrip("0") for end in (min, max))
+    assert f"Qwen's CSV, by {' to '.join(ends)}." in text
     again = [counts[name][0] for name in ("h200-whole", "h200-whole-others")]
     lost, of_readings = (sum(int(y.split()[i]) for y in again) for i in (0, 2))
     assert lost == len(low) == 3
     assert f"{lost} of {of_readings} readings are below, all three of Qwen's CSV" in text
-    assert again[0].startswith("0 of 96 ") and "On the twelve texts none of 96 is." in text
+    assert again[0].startswith("0 of 96 ") and "On the twelve texts none of 96 is (" in text
     assert f"it is {again[1].split(' readings')[0]} again" in text
+    both = [x for y in ("h200-whole", "h200-whole-others") for x in files[y] if "texts" in x]
+    said = [
+        len(short_of([*both, {"model": LOADED[0], "preset": preset, "bound": bound}]))
+        for preset, bound in (("fill-7", 0.99), ("fill-4.5", 0.97))
+    ]
+    assert said == [0, 1]
+    assert "`fill-7` would have had none of 50 below, and `fill-4.5` one" in text
+    before = [x for x in files["h200"] if x["model"] == LOADED[1] and x.get("context") != 32 * KI]
+    assert f"`fill-5`, of which {len(short_of(before))} of 24 readings" in text
     _, by, _ = counts["cpu"]
     assert f"SmolLM2's two choices lose none of 24, Gemma's {by[LOADED[2]]}." in text
     assert by[LOADED[0]] == "0 of 24"
