@@ -69,6 +69,7 @@ def run_fitting(options: CalibrateOptions) -> None:
     seconds = time.perf_counter() - start
     artifact.write_calibration(path, calibration)
     report(calibration, path, seconds, trials)
+    artifact.tell_reach(calibration, loaded.context)
     named = "" if out is None and not comes_with_model else f" --calibration {path}"
     say_whole(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
 

@@ -8,6 +8,7 @@ import pytest
 from calibration_inputs import ROTARY, TEXT, YARN
 from random_models import random_model, write_model
 
+from mlxkv.calibrate import run
 from mlxkv.calibration import measure, moments
 from mlxkv.calibration.moments import far_attention, grouped, products, received, rotate
 from mlxkv.formats.calibration import artifact, layers, rotary
@@ -147,7 +148,7 @@ def test_files_say_their_reach(model, tmp_path):
     assert artifact.read_calibration(path).positions == 5000
     assert artifact.read_calibration(path).shortfall(5000) is None
     assert (
-        "up to 5,000; longer contexts lose quality; calibrate again"
+        "up to 5,000; longer contexts lose quality: calibrate with --dtype float32"
         in artifact.read_calibration(path).shortfall(5001)
     )
 
@@ -170,6 +171,21 @@ def test_a_file_of_fewer_positions_warns_once(folder, tmp_path, capsys):
         load(str(folder), kv, calibration=path)
     said = capsys.readouterr().err
     assert said.count("holds for positions up to 2,967") == 1, said
+
+
+def test_the_command_says_how_far_its_file_reaches(folder, tmp_path, monkeypatch, capsys):
+    options = run.CalibrateOptions(
+        model=str(folder), tokens=600, out=str(tmp_path / "a.safetensors")
+    )
+    run.run_calibrate(options)
+    assert "holds for positions" not in capsys.readouterr().err
+    monkeypatch.setattr(measure, "rotations", lambda model, places, *_: dict.fromkeys(places))
+    run.run_calibrate(options)
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "holds for positions up to 600; longer contexts lose quality: calibrate with --dtype"
+        in said
+    )
 
 
 def test_the_users_own_holds_for_the_models_context(folder, capsys):

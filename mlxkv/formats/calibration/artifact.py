@@ -172,7 +172,7 @@ class Calibration:
             return None
         name = self.path or "this one"
         reach = f"[calibration] {name} holds for positions up to {self.positions:,}"
-        return f"{reach}; longer contexts lose quality; calibrate again"
+        return f"{reach}; longer contexts lose quality: calibrate with --dtype float32"
 
     @cached_property
     def digest(self) -> str:
