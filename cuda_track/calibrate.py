@@ -291,7 +291,11 @@ def rotations(
             with exact_ropes(model):
                 at = torch.full_like(ids, t)
                 model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
-    return {i: rotary.measured(rows, torch.finfo(dtypes[i]).eps) for i, rows in keys_at.items()}
+    usual = torch.finfo(model.dtype).eps
+    return {
+        layer: rotary.measured(rows, torch.finfo(dtypes[layer]).eps, usual)
+        for layer, rows in keys_at.items()
+    }
 
 
 def main() -> None:

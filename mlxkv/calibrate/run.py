@@ -4,7 +4,10 @@ file."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.calibration import clips
@@ -69,7 +72,8 @@ def run_fitting(options: CalibrateOptions) -> None:
     seconds = time.perf_counter() - start
     artifact.write_calibration(path, calibration)
     report(calibration, path, seconds, trials)
-    artifact.tell_reach(calibration, loaded.context)
+    advice = "" if loaded.dtype == mx.float32 else "; --dtype float32 may reach further"
+    artifact.tell_reach(replace(calibration, path=path), loaded.context, advice)
     named = "" if out is None and not comes_with_model else f" --calibration {path}"
     say_whole(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Lock, get_ident
 from typing import Any, cast
 
 import mlx.core as mx
@@ -331,31 +332,35 @@ RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
 Ropes = list[tuple[mx.array, mx.array]]
+_REPLACING = Lock()
 
 
 @contextmanager
 def _exact_ropes() -> Iterator[Ropes]:
     """Yield a list of what `mx.fast.rope` returns, beside the same in float32: rounded to 16 bits, keys hide how far
     slow pairs rotate."""
-    own, ropes = mx.fast.rope, []
 
-    def rope(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        exact = own(x.astype(mx.float32), *args, **kwargs)
-        ropes.append((exact.astype(x.dtype), exact))
+    def rope(a: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if get_ident() != here:
+            return own(a, *args, **kwargs)
+        exact = own(a.astype(mx.float32), *args, **kwargs)
+        ropes.append((exact.astype(a.dtype), exact))
         return ropes[-1][0]
 
-    mx.fast.rope = rope
-    try:
-        yield ropes
-    finally:
-        mx.fast.rope = own
+    with _REPLACING:
+        own, ropes, here, mx.fast.rope = mx.fast.rope, [], get_ident(), rope
+        try:
+            yield ropes
+        finally:
+            mx.fast.rope = own
 
 
 def _exact(keys: mx.array, ropes: Ropes) -> mx.array:
     """Return keys [B, G, L, D] as `ropes` has them, all channels or the last ones; as they are, if it has them not."""
-    for rounded, exact in ropes:
-        start, heads = keys.shape[-1] - rounded.shape[-1], rounded.shape[1]
-        if start >= 0 and heads in (1, keys.shape[1]):
+    batch, heads, count, dims = keys.shape
+    for rounded, exact in reversed(ropes):
+        start = dims - rounded.shape[-1]
+        if start >= 0 and rounded.shape[:-1] in ((batch, heads, count), (batch, 1, count)):
             rest, rotated = keys[..., :start], keys[..., start:]
             if mx.array_equal(rotated, mx.broadcast_to(rounded, rotated.shape)):
                 exact = mx.broadcast_to(exact, rotated.shape)
@@ -398,7 +403,7 @@ def rotations(
     """
     places = list(places)
     kept: dict[Place, dict[int, np.ndarray]] = {place: {} for place in places}
-    dtypes = dict.fromkeys(places, mx.float32)
+    resolutions: dict[Place, list[float]] = {}
     for t in rotary.positions(longest):
         caches = own_caches(model)
         with _exact_ropes() as ropes:
@@ -408,8 +413,8 @@ def rotations(
             model(tokens[:, None], cache=caches)
         caches_by_place = dict(leaves(caches))
         for place in places:
-            keys = caches_by_place[place].exact
-            dtypes[place] = keys.dtype
+            keys, given = caches_by_place[place].exact, caches_by_place[place].keys
+            resolutions[place] = [RESOLUTION[x.dtype] for x in (keys, given)]
             rows = keys.astype(mx.float32).reshape(-1, keys.shape[-1])
             kept[place][t] = np.array(rows)
-    return {p: rotary.measured(kept[p], RESOLUTION[dtypes[p]]) for p in places}
+    return {place: rotary.measured(kept[place], *resolutions[place]) for place in places}

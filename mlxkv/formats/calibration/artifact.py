@@ -171,8 +171,7 @@ class Calibration:
         if context is None or self.positions >= context:
             return None
         name = self.path or "this one"
-        reach = f"[calibration] {name} holds for positions up to {self.positions:,}"
-        return f"{reach}; longer contexts lose quality: calibrate with --dtype float32"
+        return f"[calibration] {name} holds for positions up to {self.positions:,}; longer contexts lose quality"
 
     @cached_property
     def digest(self) -> str:
@@ -439,11 +438,15 @@ def find(
     return read_calibration(path) if (path := kept_path(fingerprint)).exists() else None
 
 
-def tell_reach(calibration: Calibration, context: int | None) -> None:
+def tell_reach(
+    calibration: Calibration,
+    context: int | None,
+    advice: str = "; a new calibration may reach further",
+) -> None:
     """Warn, once a process, where the context of a model is longer than its calibration holds for."""
     line = calibration.shortfall(context)
     if line is not None:
-        console.warn_once(line)
+        console.warn_once(line + advice)
 
 
 def with_digest(digest: str) -> Calibration | None:

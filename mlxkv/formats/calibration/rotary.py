@@ -94,11 +94,18 @@ def drawn(start: int, count: int, spans: Sequence[Span]) -> np.ndarray:
     return ends[:, 0] + (share * (ends[:, 1] - ends[:, 0])).astype(int)
 
 
-def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None:
+def measured(rows: Mapping[int, np.ndarray], *resolutions: float) -> Rotary | None:
     """Return how `rows` rotate, or None where they do not rotate as RoPE does.
 
     rows: [N, D] by position, the same N keys; positions 0, 1, 4, 16, ... (`positions`), and any others, which are
-    only checked. resolution: of the numbers, as 2^-8 of bfloat16.
+    only checked. resolutions: of the numbers, as 2^-8 of bfloat16, the finest first: what rotates by float32 may have
+    been computed in 16 bits from what depends on the position.
+    """
+    return next((x for r in resolutions if (x := _measured(rows, r)) is not None), None)
+
+
+def _measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None:
+    """Return how `rows` rotate by numbers of one resolution.
 
     x_a^2 + x_b^2 does not change in a pair, so its partner is the channel whose squares change by the opposite.
     Frequencies are refined from one position to the next, four times as far: an error of 45 degrees is allowed there,
