@@ -100,9 +100,7 @@ def test_layers_show_in_16_bits_how_keys_rotate(family):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         model = build(family).eval() if family else load(TINY, "fp16", "float32").model
-        for weights in (
-            model.parameters()
-        ):  # not the frequencies, which stay float32 in models that are loaded
+        for weights in model.parameters():  # frequencies stay float32, as in models that are loaded
             weights.data = weights.to(dtype)
         attach_model.attach(model, "fp16")
         found.append(calibrate.rotations(model, range(32), 32768))
