@@ -277,20 +277,20 @@ def rotations(
     keys_at: dict[int, dict[int, np.ndarray]] = {}
     dtypes: dict[int, torch.dtype] = {}
     ids = torch.tensor(tokens, device=model.device)[:, None]
+    with observing(model, lambda call: dtypes.update({call.layer: call.keys.dtype})):
+        with torch.no_grad():
+            model(ids[:1], use_cache=False, logits_to_keep=1)
+    if not dtypes:  # attention of its own, which takes no float32 either
+        return {}
     for t in rotary.positions(longest):
 
         def observe(call: Call, t: int = t) -> None:
             dtypes[call.layer] = call.keys.dtype
             keys_at.setdefault(call.layer, {})[t] = call.keys.float().flatten(0, 2).cpu().numpy()
 
-        with observing(model, observe), torch.no_grad():
-            if not keys_at:
-                model(ids[:1], use_cache=False, logits_to_keep=1)
-            if not keys_at:  # attention of its own, which takes no float32 either
-                return {}
-            with exact_ropes(model):
-                at = torch.full_like(ids, t)
-                model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
+        with observing(model, observe), exact_ropes(model), torch.no_grad():
+            at = torch.full_like(ids, t)
+            model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
     usual = torch.finfo(model.dtype).eps
     return {
         layer: rotary.measured(rows, torch.finfo(dtypes[layer]).eps, usual)

@@ -80,18 +80,17 @@ def number(x: float) -> str:
     return re.sub(r"^(-?)0\.", r"\1.", f"{x:.{places}f}")
 
 
+def _near_1(x: float) -> str:
+    """Return x with two places from 1 on, three beside it: whether an interval holds 1 has to be seen."""
+    if x != 1 and f"{x:.2f}" == "1.00":
+        return f"{x:.3f}".removeprefix("0")
+    return f"{x:.2f}" if 1 <= x < 2 else number(x)
+
+
 def bracketed(x: intervals.Interval) -> str:
     if not x.known:
         return number(x.value)
-    # Two places from 1 on, three beside it: whether an interval holds 1 has to be seen.
-    value, low, high = (
-        f"{n:.3f}".removeprefix("0")
-        if n != 1 and f"{n:.2f}" == "1.00"
-        else f"{n:.2f}"
-        if 1 <= n < 2
-        else number(n)
-        for n in (x.value, *x.limits)
-    )
+    value, low, high = map(_near_1, (x.value, *x.limits))
     return f"{value} [{low}, {high}]"
 
 

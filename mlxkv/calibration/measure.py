@@ -128,7 +128,7 @@ def calibrate(
         name = layer_name(place)
         keys, values = (layer.basis(side, f"layer {name}, {side}") for side in SIDES)
         layers[name] = Layer(layer.shape.heads, keys, values, costs.get(place))
-    if any(rotaries[place] is None for place, shape in shapes.items() if not shape.latent):
+    if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
     return _calibration(model, tokens, text, layers, positions)
 

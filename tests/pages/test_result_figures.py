@@ -19,9 +19,11 @@ from experiments import engine
 from experiments.evidence import agreement, pretrained, stages
 from experiments.evidence.cells import OURS, PAPER, Cells, read
 from experiments.papers import page as papers_page
+from mlxkv.eval import intervals
 
 RESULTS = repo_pages.ROOT / "docs/results"
 SMOL, GEMMA, QWEN = ALL = ("smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b")
+LARGEST = "qwen2.5-coder-1.5b"
 BEFORE, AVERAGED, LATER = (f"positions/{x}" for x in ("179f1097", "94ce4093", "21e94f24"))
 KI = 1024
 EXACT = re.compile(r"<([\d.e-]+)>")
@@ -298,7 +300,7 @@ def test_the_table_of_engines_is_that_of_its_rows(rows):
 
 
 def _alike(one: dict, other: dict) -> bool:
-    """Whether two rows are of one text, which differs by machine where it is of what is installed."""
+    """Return whether two rows are of one text, which differs by machine where it is of what is installed."""
     return abs(one["nll_base"] - other["nll_base"]) < 0.002
 
 
@@ -329,6 +331,27 @@ def test_what_papers_says_of_rows_from_before_is_computed():
     assert f"has {min(levels):.1f} to {max(levels):.1f} times its KL in *oscar*" in said
 
 
+def test_where_fill_4_is_not_told_apart_from_int4():
+    """And `fill-4.5` from `kivi-int4`; elsewhere they have less KL, as the page says."""
+
+    def ratio(model, ours, theirs, at):
+        values = (rows()[model].values(preset, at * KI) for preset in (ours, theirs))
+        return intervals.ratio(*values)
+
+    places = [(m, at) for m in (*ALL, LARGEST) for at in (1, 8, 32)]
+    measured = [(m, at) for m, at in places if rows()[m].measured("fill-4", at * KI)]
+    apart = {x for x in measured if ratio(x[0], "fill-4", "int4", x[1]).limits[1] < 1}
+    known = {(SMOL, 8), (LARGEST, 8), (QWEN, 1), (GEMMA, 32), (QWEN, 32)}
+    assert len(measured) == 10 and apart == {*measured} - known
+    said = page("docs/results/pretrained.md").read_text(encoding="utf-8")
+    assert (
+        "(not told apart on SmolLM2 and Qwen 1.5B at 8K, on Qwen at 1K, on Gemma and Qwen at 32K)"
+        in said
+    )
+    least = [ratio(m, "fill-4.5", "kivi-int4", 8).limits[1] < 1 for m in ALL]
+    assert least == [False, True, True] and "(on SmolLM2 not told apart from `kivi-int4`)" in said
+
+
 def below(preset: str, bound: float, at: int, model: str) -> int:
     """Texts of which the cache keeps fewer next tokens after `at` K tokens."""
     found = rows()[model].texts[preset, OURS, at * KI]
@@ -343,7 +366,7 @@ LOADED = (
 
 
 def short_of(rows: list[dict]) -> list[tuple[str, str, float]]:
-    """Model and text of each reading of a chosen preset that is below what was asked, and by how much."""
+    """Return model and text of each reading of a chosen preset below what was asked, and by how much."""
     return [
         (x["model"], text, choice["bound"] - n / x["tokens"])
         for choice in rows
