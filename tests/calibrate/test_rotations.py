@@ -6,6 +6,7 @@ import pytest
 from calibration_inputs import LLAMA3, YARN
 from random_models import random_model
 
+from mlxkv.calibration import moments
 from mlxkv.calibration.moments import rotations
 from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.sums import PROBES
@@ -101,12 +102,17 @@ def test_keys_without_positions_do_not_turn():
     assert len(rotary.measured(rows("none"), 2**-23).pairs) == 0
 
 
-def test_a_layer_whose_input_is_rounded_at_each_position_rotates():
+def test_a_layer_whose_input_is_rounded_at_each_position_rotates(monkeypatch):
     """As behind attention sinks: RoPE's results are float32, what is rotated is not the same twice."""
     turns, rng = rows("turns"), np.random.default_rng(1)
     still = rng.standard_normal((PROBES, 4))
     kept = {t: np.concatenate([x, still], axis=1) for t, x in turns.items()}
     noisy = {t: x * (1 + 2**-9 * rng.uniform(-1, 1, x.shape)) for t, x in kept.items()}
+    monkeypatch.setattr(moments.rotary, "measured", lambda rows, *given: asked.append(given))
+    asked = []
+    measure("llama", longest=64, dtype=mx.bfloat16)
+    assert {*asked} == {(2**-23, 2**-7)}
+    monkeypatch.undo()
     assert rotary.measured(noisy, 2**-23) is None
     found = rotary.measured(noisy, 2**-23, 2**-7)
     np.testing.assert_array_equal(found.pairs, rotary.measured(kept, 2**-23).pairs)
